@@ -1,0 +1,1 @@
+"""Which tokens run in which step: plain Python and numpy, no torch."""

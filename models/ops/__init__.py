@@ -1,0 +1,1 @@
+"""Custom operators, real and fake side by side. Imports nothing else of ours."""
