@@ -1,0 +1,91 @@
+"""The engine: step() schedules, launches, and processes the step before. All of it on the host, in one thread.
+
+    schedule step k+1  ->  launch it  ->  wait for step k  ->  advance its requests
+
+With overlap off the step is processed before the next one is scheduled; the code is the same. Knows nothing of text,
+sockets or processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine.graph_runner import Pending
+from engine.output_processor import OutputProcessor
+from engine.request import EngineRequest, RequestFailed, Stats, StepOutput
+from engine.scheduler.batch import ScheduledBatch
+from engine.scheduler.scheduler import Scheduler
+from engine.worker import Worker
+
+
+@dataclass(frozen=True, eq=False)
+class _InFlight:
+    batch: ScheduledBatch
+    pending: Pending
+
+
+class EngineCore:
+    """Scheduler, worker and output processor around one step loop.
+
+    Args:
+        scheduler: decides what runs.
+        worker: runs it; anything with `launch(batch) -> Pending`.
+        overlap: launch step k+1 before the tokens of step k are known.
+    """
+
+    def __init__(self, scheduler: Scheduler, worker: Worker, *, overlap: bool) -> None:
+        self.scheduler = scheduler
+        self.worker = worker
+        self._overlap = overlap
+        self._outputs = OutputProcessor(scheduler)
+        self._in_flight: _InFlight | None = None
+        self._steps = {"decode": 0, "extend": 0}
+
+    @property
+    def has_work(self) -> bool:
+        """A request is waiting or running, or a step's result is still to come."""
+        return self._in_flight is not None or self.scheduler.has_work
+
+    def add(self, requests: Sequence[EngineRequest]) -> list[RequestFailed]:
+        """Queue requests; those that can never run come back as failures."""
+        failures = (self.scheduler.add(request) for request in requests)
+        return [failure for failure in failures if failure is not None]
+
+    def abort(self, request_ids: Sequence[int]) -> None:
+        """Drop requests, running or waiting; unknown ids are ignored."""
+        self.scheduler.abort(request_ids)
+
+    def step(self) -> tuple[StepOutput | None, list[RequestFailed]]:
+        """One turn of the loop: the output of the step before (of this one without overlap), and failed requests."""
+        before = self._in_flight
+        self._in_flight = self._launch()
+        if not self._overlap:
+            before, self._in_flight = self._in_flight, None
+        if before is None:
+            return None, []
+        return self._outputs.process(before.batch, before.pending.wait())
+
+    def _launch(self) -> _InFlight | None:
+        batch = self.scheduler.schedule()
+        if batch is None:
+            return None
+        self._steps[batch.kind] += 1
+        return _InFlight(batch, self.worker.launch(batch))
+
+    def stats(self, check: bool = False) -> Stats:
+        """Counters and gauges; with `check`, integrity of pages and tree too (only judged as a whole when quiet)."""
+        broken = ""
+        if check:
+            try:
+                self.scheduler.check_integrity()
+            except AssertionError as error:
+                broken = str(error) or "integrity check failed"
+        counters = self.worker.counters
+        return self.scheduler.stats(
+            steps_decode=self._steps["decode"],
+            steps_extend=self._steps["extend"],
+            eager_steps=counters.eager_steps,
+            recompiles=counters.recompiles,
+            integrity=broken,
+        )

@@ -1,0 +1,165 @@
+"""The engine's own process: messages in, steps, outputs out.
+
+    python -m engine.engine_process --address ipc://... --config FILE [--set key.path=value ...]
+
+The API process binds the address, spawns this module by name and reads Progress*, Ready, then outputs. The process ends
+on Shutdown, when its parent dies, or on a fault of its own (after a Fatal message). Knows nothing of HTTP or text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from engine.config import load_config
+from engine.engine_core import EngineCore
+from engine.errors import FullgraphError
+from engine.request import (
+    Abort,
+    Fatal,
+    FromEngine,
+    Progress,
+    Ready,
+    Shutdown,
+    StatsQuery,
+    Submit,
+    ToEngine,
+)
+from engine.startup import start_engine
+
+_PR_SET_PDEATHSIG = 1
+
+
+class EngineLoop:
+    """Feeds an EngineCore from a socket. One thread; a step and the messages between steps take turns.
+
+    Args:
+        core: started and warm.
+        socket: connected ZMQ PAIR socket of ToEngine / FromEngine messages in msgpack.
+    """
+
+    def __init__(self, core: EngineCore, socket: zmq.Socket[bytes]) -> None:
+        self._core = core
+        self._socket = socket
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+
+    def run(self) -> None:
+        """Serve until Shutdown."""
+        while self._receive():
+            if not self._core.has_work:
+                continue
+            output, failures = self._core.step()
+            if output is not None and (output.request_ids or output.finished):
+                self.send(output)
+            elif output is not None and output.prompt_logprobs:
+                self.send(output)
+            for failure in failures:
+                self.send(failure)
+
+    def send(self, message: FromEngine) -> None:
+        """Queue one message to the API process; never blocks."""
+        self._socket.send(self._encoder.encode(message), flags=zmq.NOBLOCK)
+
+    def _receive(self) -> bool:
+        """Handle every message that is there; wait for one if there is nothing to do. False: shut down."""
+        timeout_ms = 0 if self._core.has_work else None
+        while self._socket.poll(timeout_ms):
+            if not self._handle(self._decoder.decode(self._socket.recv())):
+                return False
+            timeout_ms = 0
+        return True
+
+    def _handle(self, message: ToEngine) -> bool:
+        if isinstance(message, Submit):
+            for failure in self._core.add(message.requests):
+                self.send(failure)
+        elif isinstance(message, Abort):
+            self._core.abort(message.request_ids)
+        elif isinstance(message, StatsQuery):
+            self.send(self._core.stats(message.check))
+        elif isinstance(message, Shutdown):
+            return False
+        return True
+
+
+def die_with_parent(parent: int) -> None:
+    """Ask Linux to kill this process when its parent dies, however it dies; elsewhere the socket's end must do."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it died before the call took effect
+            os._exit(1)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the engine process; the exit status."""
+    parser = argparse.ArgumentParser(prog="engine.engine_process")
+    parser.add_argument("--address", required=True)
+    parser.add_argument("--config", required=True, type=Path)
+    parser.add_argument("--parent", type=int, default=os.getppid())
+    parser.add_argument("--set", action="append", default=[], dest="overrides")
+    args = parser.parse_args(argv)
+    die_with_parent(args.parent)
+    # Ctrl-C reaches the whole process group; the API process decides when the engine ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    socket = zmq.Context.instance().socket(zmq.PAIR)
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.LINGER, 2000)
+    socket.connect(args.address)
+    status = _serve(socket, args.config, args.overrides)
+    socket.close()
+    zmq.Context.instance().term()
+    return status
+
+
+def _serve(socket: zmq.Socket[bytes], config_file: Path, overrides: Sequence[str]) -> int:
+    encoder = msgspec.msgpack.Encoder()
+
+    def send(message: FromEngine) -> None:
+        socket.send(encoder.encode(message))
+
+    def progress(phase: str, done: int, total: int, text: str) -> None:
+        send(Progress(phase, done, total, text))
+
+    engine = None
+    try:
+        engine = start_engine(load_config(config_file, overrides), progress)
+        # What is alive now stays alive; do not let the collector walk it between steps.
+        gc.collect()
+        gc.freeze()
+        send(
+            Ready(
+                max_model_len=engine.config.model.max_model_len,
+                vocab_size=engine.model.vocab_size,
+                num_pages=engine.num_pages,
+                page_size=engine.config.kv.page_size,
+                max_running=engine.config.scheduler.max_running,
+                settings=engine.settings,
+            )
+        )
+        EngineLoop(engine.core, socket).run()
+    except FullgraphError as error:
+        send(Fatal(str(error)))
+        return 2
+    except Exception as error:
+        traceback.print_exc()
+        send(Fatal(f"{type(error).__name__}: {error}"))
+        return 1
+    finally:
+        if engine is not None:
+            engine.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,248 @@
+"""Compile, warm and replay one graph per bucket: ScheduledBatch in, a Pending result out, nothing waits in between.
+
+    launch(batch): pick the bucket -> pack into a host buffer -> plan attention -> one copy in -> graph -> one copy out
+    Pending.wait(): the only place that waits for the device
+
+On a CPU the same steps run on one worker thread, so that the next step is prepared while this one runs. Knows nothing
+of requests, schedulers or weights on disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.graph_programs import Counters, Program, StepTensors
+from engine.scheduler.batch import I32, Kind, ScheduledBatch, SlotAdmission, StepResult, Variant
+from engine.step_inputs import Bucket, empty_batch, pack, views
+from models.inputs import StepInputs
+from models.sampling import admit
+
+VARIANTS: tuple[Variant, ...] = ("plain", "full")
+
+
+class Planner(Protocol):
+    """Host work of attention that must precede a step (FlashInfer's plan); none on a CPU."""
+
+    def plan(self, bucket: Bucket, batch: ScheduledBatch) -> None:
+        """Plan the step's attention for the bucket's graph. Enqueues copies; does not wait for the device."""
+
+
+class Pending(Protocol):
+    """A step that was launched."""
+
+    def wait(self) -> StepResult:
+        """Block until the step is done."""
+
+
+def parse_result(packed: I32, num_rows: int, variant: Variant) -> StepResult:
+    """int32 [L, C] as StepOutputs.packed_LC lays it out -> StepResult of the first `num_rows` rows."""
+    packed = packed[:num_rows]
+    ids = packed[:, 0].copy()
+    if variant == "plain":
+        return StepResult(ids)
+    k = (packed.shape[1] - 2) // 2
+    floats = packed.copy().view(np.float32)
+    return StepResult(ids, floats[:, 1], packed[:, 2 : 2 + k].copy(), floats[:, 2 + k :])
+
+
+@dataclass(frozen=True, eq=False)
+class _CpuPending:
+    future: Future[StepResult]
+
+    def wait(self) -> StepResult:
+        return self.future.result()
+
+
+@dataclass(frozen=True, eq=False)
+class _CudaPending:
+    event: torch.cuda.Event
+    packed: I32
+    num_rows: int
+    variant: Variant
+
+    def wait(self) -> StepResult:
+        self.event.synchronize()
+        return parse_result(self.packed, self.num_rows, self.variant)
+
+
+class GraphRunner:
+    """Every bucket's graph, and the buffers that feed them.
+
+    Args:
+        programs: one per (kind, variant).
+        tensors: what the programs read and mutate.
+        buckets: of both kinds, in ascending order of tokens within a kind.
+        device: where the tensors are.
+        planner: attention's host work, or None.
+        is_graph: the programs replay compiled graphs (False for `compile.backend: eager`).
+    """
+
+    def __init__(
+        self,
+        programs: dict[tuple[Kind, Variant], Program],
+        tensors: StepTensors,
+        buckets: Sequence[Bucket],
+        device: torch.device,
+        planner: Planner | None,
+        is_graph: bool,
+        dynamic: bool,
+    ) -> None:
+        self.counters = Counters()
+        self._programs = programs
+        self._tensors = tensors
+        self._device = device
+        self._planner = planner
+        self._is_graph = is_graph
+        self._buckets: dict[Kind, list[Bucket]] = {"decode": [], "extend": []}
+        for bucket in buckets:
+            self._buckets[bucket.kind].append(bucket)
+        cuda = device.type == "cuda"
+        length = max(b.buffer_length for b in buckets)
+        self._host = [torch.zeros(length, dtype=torch.int32, pin_memory=cuda) for _ in range(2)]
+        self._turn = 0
+        self._ready: set[tuple[Bucket, Variant]] = set()
+        if cuda:
+            self._buffer = torch.zeros(length, dtype=torch.int32, device=device)
+            self._inputs = [{b: views(self._buffer, b) for b in buckets}] * 2
+            self._copied = [torch.cuda.Event() for _ in range(2)]
+            self._out: dict[tuple[int, tuple[int, ...]], Tensor] = {}
+        else:
+            self._inputs = [{b: views(host, b) for b in buckets} for host in self._host]
+            # One thread runs every step: compiled state and OpenMP pools belong to a thread.
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="step")
+        for inputs in self._inputs[: 1 if cuda else 2]:
+            for bucket, step_inputs in inputs.items():
+                _mark(bucket, step_inputs, static=cuda, dynamic=dynamic)
+
+    def bucket_for(self, batch: ScheduledBatch) -> Bucket:
+        """The smallest bucket that holds the batch."""
+        for bucket in self._buckets[batch.kind]:
+            if bucket.fits(batch):
+                return bucket
+        raise AssertionError(
+            f"no {batch.kind} bucket holds {batch.num_tokens} tokens, {batch.num_rows} rows, "
+            f"{batch.num_logit_rows} logit rows, {len(batch.update_slots)} updates"
+        )
+
+    def warm(
+        self, progress: Callable[[str, int, int], None], variants: Sequence[Variant] = VARIANTS
+    ) -> None:
+        """Compile and record every bucket of the variants, largest first. Blocks; progress(name, done, total)."""
+        jobs = [(kind, variant) for variant in variants for kind in self._buckets]
+        total = sum(len(self._buckets[kind]) for kind, _ in jobs)
+        done = 0
+        for kind, variant in jobs:
+            for bucket in _warm_order(self._buckets[kind]):
+                progress(f"{kind} {bucket.num_tokens} {variant}", done, total)
+                self._on_step_thread(self._warm_one, bucket, variant)
+                done += 1
+        progress("", total, total)
+        self.counters.start()
+
+    def forbid_recompiles(self) -> None:
+        """From now on a shape that was not warmed is an error instead of a silent compile."""
+        if self._is_graph:
+            torch.compiler.set_stance("fail_on_recompile")
+
+    def launch(self, batch: ScheduledBatch) -> Pending:
+        """Enqueue one step. Returns at once on a GPU and after packing on a CPU."""
+        bucket = self.bucket_for(batch)
+        if not self._is_graph or (bucket, batch.variant) not in self._ready:
+            self.counters.eager_steps += 1
+        turn, self._turn = self._turn, 1 - self._turn
+        if self._device.type == "cuda":
+            return self._launch_cuda(bucket, batch, turn)
+        pack(batch, bucket, self._host[turn].numpy())
+        return _CpuPending(self._thread.submit(self._run_cpu, bucket, batch, turn))
+
+    def close(self) -> None:
+        """Free the graphs (before any process group) and stop the worker thread."""
+        for program in self._programs.values():
+            close = getattr(program, "close", None)
+            if close is not None:
+                close()
+        if self._device.type != "cuda":
+            self._thread.shutdown()
+
+    def _on_step_thread(self, function: Callable[..., Any], *args: Any) -> Any:
+        if self._device.type == "cuda":
+            return function(*args)
+        return self._thread.submit(function, *args).result()
+
+    @torch.no_grad()
+    def _warm_one(self, bucket: Bucket, variant: Variant) -> None:
+        batch = empty_batch(bucket)
+        pack(batch, bucket, self._host[0].numpy())
+        if self._device.type == "cuda":
+            self._buffer.copy_(self._host[0])
+        if self._planner is not None:
+            self._planner.plan(bucket, batch)
+        self._programs[bucket.kind, variant].warm(bucket, self._inputs[0][bucket])
+        self._ready.add((bucket, variant))
+
+    @torch.no_grad()
+    def _run_cpu(self, bucket: Bucket, batch: ScheduledBatch, turn: int) -> StepResult:
+        self._admit(batch.admissions)
+        packed = self._programs[bucket.kind, batch.variant].run(bucket, self._inputs[turn][bucket])
+        return parse_result(packed.numpy(), batch.num_logit_rows, batch.variant)
+
+    @torch.no_grad()
+    def _launch_cuda(self, bucket: Bucket, batch: ScheduledBatch, turn: int) -> Pending:
+        length = bucket.buffer_length
+        host = self._host[turn]
+        self._copied[turn].synchronize()  # the copy of two steps ago: long done
+        pack(batch, bucket, host.numpy())
+        if self._planner is not None:
+            self._planner.plan(bucket, batch)
+        self._buffer[:length].copy_(host[:length], non_blocking=True)
+        self._copied[turn].record()
+        self._admit(batch.admissions)
+        packed = self._programs[bucket.kind, batch.variant].run(bucket, self._inputs[0][bucket])
+        out = self._out_buffer(turn, packed)
+        out.copy_(packed, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+        return _CudaPending(done, out.numpy(), batch.num_logit_rows, batch.variant)
+
+    def _out_buffer(self, turn: int, packed: Tensor) -> Tensor:
+        key = (turn, tuple(packed.shape))
+        if key not in self._out:
+            self._out[key] = torch.empty(packed.shape, dtype=torch.int32, pin_memory=True)
+        return self._out[key]
+
+    def _admit(self, admissions: Sequence[SlotAdmission]) -> None:
+        for a in admissions:
+            admit(
+                self._tensors.sampling_state,
+                a.slot,
+                a.prompt_ids,
+                a.output_ids,
+                a.bias_ids,
+                a.bias_values,
+                a.stop_ids,
+            )
+
+
+def _mark(bucket: Bucket, inputs: StepInputs, *, static: bool, dynamic: bool) -> None:
+    """Tell Dynamo which input dims vary from bucket to bucket and which addresses never change."""
+    sizes_that_vary = ("T", "R", "L", "U") if bucket.kind == "decode" else ("T",)
+    for name, tensor in zip(inputs._fields, inputs, strict=True):
+        if static:
+            torch._dynamo.mark_static_address(tensor, guard=False)
+        # A dim of size 1 is always specialised by torch: batch 1 gets a compile of its own.
+        varies = any(name.endswith(("_" + s, "_" + s + "F", "_" + s + "I")) for s in sizes_that_vary)
+        if dynamic and varies and tensor.shape[0] > 1:
+            torch._dynamo.mark_dynamic(tensor, 0)
+
+
+def _warm_order(buckets: Sequence[Bucket]) -> list[Bucket]:
+    """A middle size first (its size is the hint that Inductor tunes for), then from the largest down."""
+    hint = next((b for b in buckets if b.num_tokens >= 8), buckets[-1])
+    return [hint, *(b for b in reversed(buckets) if b is not hint)]

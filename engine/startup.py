@@ -1,0 +1,98 @@
+"""From a configuration to an engine that can step: checkpoint, resolved settings, worker, graphs, scheduler.
+
+Both fronts start here: the engine process (HTTP) and LLM (in process). Knows nothing of sockets or text.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from engine.config import EngineConfig
+from engine.engine_core import EngineCore
+from engine.errors import ModelError
+from engine.limits import scheduler_limits
+from engine.resolve import resolve, settings_of
+from engine.scheduler.scheduler import Scheduler
+from engine.worker import ProgressCallback, Worker
+from models.config import ModelConfig
+from models.errors import UnsupportedModel
+from models.inputs import TensorParallel
+from models.weights import resolve_checkpoint
+
+# A file to which the seconds of each phase of the start are written, for bench/startup.py.
+STARTUP_JSON = "FULLGRAPH_STARTUP_JSON"
+
+
+@dataclass(frozen=True, eq=False)
+class Engine:
+    """A started engine and what it was started as.
+
+    Attributes:
+        core: call step() on it.
+        config: resolved: no "auto" left.
+        num_pages: KV pages a request can use (the dummy page not counted).
+        settings: what "auto" became, for the log.
+    """
+
+    core: EngineCore
+    worker: Worker
+    config: EngineConfig
+    model: ModelConfig
+    num_pages: int
+    settings: dict[str, str]
+
+    def close(self) -> None:
+        """Free graphs, threads and memory."""
+        self.worker.close()
+
+
+def start_engine(config: EngineConfig, progress: ProgressCallback) -> Engine:
+    """Load, compile and warm everything.
+
+    Args:
+        config: as loaded from YAML.
+        progress: called with (phase, done, total, text) as the start goes on.
+
+    Raises:
+        ConfigError: a setting that this machine or model cannot honour.
+        ModelError: the checkpoint cannot be served.
+    """
+    begin = time.perf_counter()
+    progress("checkpoint", 0, 1, str(config.model.path))
+    try:
+        checkpoint = resolve_checkpoint(
+            config.model.path, config.model.revision, config.model.offline, config.model.load
+        )
+        model = ModelConfig.from_hf(checkpoint.config)
+    except UnsupportedModel as error:
+        raise ModelError(str(error)) from error
+    resolved = resolve(
+        config,
+        max_position=model.max_position,
+        checkpoint_dtype=model.dtype,
+        cuda=torch.cuda.is_available(),
+    )
+    try:
+        worker = Worker(resolved, model, checkpoint, TensorParallel(), progress)
+    except UnsupportedModel as error:
+        raise ModelError(str(error)) from error
+    worker.warm()
+    num_pages = worker.capacity.num_pages
+    scheduler = Scheduler(scheduler_limits(resolved, num_pages, model.vocab_size))
+    core = EngineCore(scheduler, worker, overlap=resolved.scheduler.overlap)
+    _write_phases(worker, time.perf_counter() - begin)
+    settings = settings_of(config, resolved)
+    settings["kv.num_pages"] = str(num_pages - 1)
+    return Engine(core, worker, resolved, model, num_pages - 1, settings)
+
+
+def _write_phases(worker: Worker, total: float) -> None:
+    file = os.environ.get(STARTUP_JSON)
+    if file:
+        Path(file).write_text(json.dumps({**worker.capacity.phases, "engine_total": total}))

@@ -1,0 +1,153 @@
+"""One rank: device, weights, KV cache, state and the graphs over them. Runs the batches it is given.
+
+    start: config.json -> ModelConfig -> weights -> KV pages -> graphs
+    launch(batch): admit, pack, plan, replay (graph_runner.py)
+
+Ranks above 0 follow rank 0: they run the same batches and never schedule. Knows nothing of requests or text.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from engine.graph_programs import StepTensors
+from engine.graph_runner import GraphRunner, Pending
+from engine.memory import kv_page_bytes, num_kv_pages
+from engine.scheduler.batch import ScheduledBatch
+from engine.step_compiler import build_runner
+from models.config import ModelConfig
+from models.inputs import KVCache, StepState, TensorParallel
+from models.sampling import init_sampling_state
+from models.weights import Checkpoint, load_params
+
+ProgressCallback = Callable[[str, int, int, str], None]
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """What the rank can hold.
+
+    Attributes:
+        num_pages: KV pages, the dummy page 0 included.
+        page_bytes: of keys and values of one page on this rank.
+        phases: seconds each part of the start took.
+    """
+
+    num_pages: int
+    page_bytes: int
+    phases: dict[str, float]
+
+
+class Worker:
+    """One rank's device side.
+
+    Args:
+        config: resolved (no "auto" left in what is read here).
+        model: from the checkpoint's config.json.
+        checkpoint: where the weights are.
+        tp: this rank's place.
+        progress: called with (phase, done, total, text).
+
+    Raises:
+        ConfigError: the model does not fit the memory that the configuration gives it.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: ModelConfig,
+        checkpoint: Checkpoint,
+        tp: TensorParallel,
+        progress: ProgressCallback,
+    ) -> None:
+        self._config = config
+        self._progress = progress
+        self._phases: dict[str, float] = {}
+        self.device = torch.device(config.device)
+        dtype: torch.dtype = getattr(torch, config.model.dtype)
+        if self.device.type == "cpu" and isinstance(config.compile.threads, int):
+            torch.set_num_threads(config.compile.threads)
+        params = self._timed(
+            "weights",
+            lambda: load_params(
+                model,
+                tp,
+                checkpoint,
+                dtype,
+                self.device,
+                lambda name, done, total: progress("weights", done, total, name),
+            ),
+        )
+        state, sampling_state = self._state(config, model)
+        page_bytes = kv_page_bytes(model, tp, config.kv.page_size, dtype)
+        num_pages = num_kv_pages(config, page_bytes, self.device)
+        if num_pages < 2:
+            raise ConfigError(
+                f"kv: {num_pages} pages of {page_bytes} bytes fit; at least 2 are needed "
+                "(give kv.bytes, kv.memory_ratio or kv.num_pages more)"
+            )
+        kv_cache = self._kv_cache(model, tp, num_pages, dtype)
+        tensors = StepTensors(params, kv_cache, state, sampling_state)
+        self.capacity = Capacity(num_pages, page_bytes, self._phases)
+        self._runner: GraphRunner = build_runner(config, model, tp, tensors, self.device)
+
+    def warm(self) -> None:
+        """Compile and record every graph; after this nothing compiles any more."""
+        self._timed("graphs", lambda: self._runner.warm(self._warm_progress))
+        self._runner.forbid_recompiles()
+
+    @property
+    def counters(self) -> Any:
+        """engine.graph_programs.Counters, refreshed."""
+        self._runner.counters.refresh()
+        return self._runner.counters
+
+    def launch(self, batch: ScheduledBatch) -> Pending:
+        """Start one step; does not wait for it."""
+        return self._runner.launch(batch)
+
+    def close(self) -> None:
+        """Free the graphs and threads."""
+        self._runner.close()
+
+    def _warm_progress(self, name: str, done: int, total: int) -> None:
+        self._progress("graphs", done, total, name)
+
+    def _timed(self, phase: str, function: Callable[[], Any]) -> Any:
+        start = time.perf_counter()
+        result = function()
+        self._phases[phase] = time.perf_counter() - start
+        return result
+
+    def _state(self, config: EngineConfig, model: ModelConfig) -> Any:
+        slots = config.scheduler.max_running
+        max_pages = -(-config.model.max_model_len // config.kv.page_size)
+        i32 = {"dtype": torch.int32, "device": self.device}
+        state = StepState(torch.zeros(slots + 1, max_pages, **i32), torch.zeros(slots + 1, **i32))
+        sampling_state = init_sampling_state(
+            slots,
+            model.vocab_size,
+            config.sampling.max_logit_bias,
+            config.sampling.max_stop_ids,
+            self.device,
+        )
+        return state, sampling_state
+
+    def _kv_cache(
+        self, model: ModelConfig, tp: TensorParallel, num_pages: int, dtype: torch.dtype
+    ) -> KVCache:
+        heads = max(1, model.num_kv_heads // tp.size)
+        shape = (num_pages, 2, self._config.kv.page_size, heads, model.head_dim)
+        return KVCache(
+            tuple(
+                torch.zeros(shape, dtype=dtype, device=self.device)
+                for _ in range(model.num_layers)
+            )
+        )
