@@ -14,9 +14,9 @@ Knows nothing of torch, devices or checkpoints.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 from annotated_types import Ge, Gt, Le, MinLen
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
@@ -104,13 +104,13 @@ class AttentionOptions(Options):
 
 
 class KVOptions(Options):
-    """Pages of keys and values. page_size: tokens; num_pages: with the dummy page, hence at least 2."""
+    """Pages of keys and values. page_size: tokens; num_pages: those that requests can use."""
 
     page_size: Positive = 16
     prefix_cache: bool = True
     memory_ratio: Annotated[float, Gt(0), Le(1)] = 0.9
     bytes: Bytes = 512 * 2**20
-    num_pages: Annotated[int, Ge(2)] | None = None
+    num_pages: Positive | None = None
 
 
 class SchedulerOptions(Options):
@@ -165,7 +165,7 @@ class LogOptions(Options):
 
 
 class EngineConfig(Options):
-    """The whole configuration. Sizes in bytes or tokens as configs/default.yaml says, times in seconds."""
+    """The whole configuration; units as in configs/default.yaml, times in seconds."""
 
     model: ModelOptions
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -187,7 +187,7 @@ class EngineConfig(Options):
 
     @property
     def served_name(self) -> str:
-        """The name in /v1/models: `model.served_name`, else the last part of `model.path` without .gguf."""
+        """The name in /v1/models; default: the last part of `model.path`, without .gguf."""
         return self.model.served_name or Path(self.model.path).name.removesuffix(".gguf")
 
 
@@ -212,10 +212,10 @@ def _conflicts(config: EngineConfig) -> Iterator[tuple[str, object, str]]:
         )
         yield "scheduler.max_step_tokens", max_tokens, allowed
     if kv.num_pages is not None and model.max_model_len != "auto":
-        room = (kv.num_pages - 1) * kv.page_size
+        room = kv.num_pages * kv.page_size
         if room < model.max_model_len:
-            pages = f"kv.num_pages = {kv.num_pages} of {kv.page_size} tokens hold (one is a dummy)"
-            allowed = f"at most {room}, what {pages}"
+            pages = f"kv.num_pages = {kv.num_pages} pages of {kv.page_size} tokens"
+            allowed = f"at most {room}, the room in {pages}"
             yield "model.max_model_len", model.max_model_len, allowed
     if (model.load == "gguf") != model.path.endswith(".gguf") and model.load != "auto":
         yield "model.load", model.load, f"a format that model.path = {model.path!r} has (or auto)"
@@ -228,28 +228,27 @@ def _conflicts(config: EngineConfig) -> Iterator[tuple[str, object, str]]:
                 yield f"attention.{key}", kernel, "auto or reference, with device = cpu"
 
 
-def config_from_tree(
-    tree: Tree, source: str, overrides: dict[str, str] | None = None
-) -> EngineConfig:
-    """Validate a plain tree, as YAML gives it.
+Config = TypeVar("Config", bound=EngineConfig)
+
+
+def validate(cls: type[Config], tree: Tree, source: str, origins: Mapping[str, str]) -> Config:
+    """Turn a plain tree, as YAML gives it, into a configuration.
 
     Args:
+        cls: EngineConfig or a narrower one.
         tree: section -> key -> value; an empty section is all defaults.
         source: what messages call the place the tree came from.
-        overrides: key path -> the `--set` text that gave its value, named instead of `source`.
+        origins: key path -> the `--set` text that gave its value, named instead of `source`.
 
     Raises:
         ConfigError: one line per wrong key.
     """
-    sections = {
-        key: {} if value is None and key != "device" else value for key, value in tree.items()
-    }
-    sections.setdefault("model", {})
+    empty = {key for key in cls.model_fields if key != "device" and tree.get(key) is None}
+    sections = {**tree, **{key: {} for key in empty & (tree.keys() | {"model"})}}
     try:
-        return EngineConfig.model_validate(sections)
+        return cls.model_validate(sections)
     except ValidationError as error:
-        problems = key_problems(error, EngineConfig)
-        origins = overrides or {}
+        problems = key_problems(error, cls)
         lines = [f"{origins.get(problem.key, source)}: {problem}" for problem in problems]
     raise ConfigError("\n".join(lines))
 
@@ -270,7 +269,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> EngineConfig:
         key, patch = apply_override(text)
         _merge(tree, _with_absolute_paths(patch, Path.cwd()))
         origins[key] = f"--set {text}"
-    return config_from_tree(tree, str(path), origins)
+    return validate(EngineConfig, tree, str(path), origins)
 
 
 # (section, key, may also be a hub id)
@@ -292,7 +291,7 @@ def _merge(tree: Tree, patch: Tree) -> None:
 
 
 def _with_absolute_paths(tree: Tree, folder: Path) -> Tree:
-    """The tree with paths of files and folders made absolute; hub ids stay (see the top of this file)."""
+    """The tree with relative paths made absolute; hub ids stay (see the top of this file)."""
     for section, key, may_be_id in _PATH_KEYS:
         options = tree.get(section)
         if not isinstance(options, dict):

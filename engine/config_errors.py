@@ -1,7 +1,7 @@
-"""What is wrong with a configuration, in words: one line per key with its value and what is allowed.
+"""What is wrong with a configuration, in words: one line per key, its value, what is allowed.
 
-The allowed values are read off the type annotation, so that no message can drift from the check. Knows nothing of
-which keys there are, or of files.
+The allowed values are read off the type annotation, so that no message can drift from the check.
+Knows nothing of which keys there are, or of files.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def key_problems(error: ValidationError, root: type[BaseModel]) -> list[Problem]
 
 
 def _walk(loc: tuple[int | str, ...], root: type[BaseModel]) -> tuple[list[str], Any]:
-    """The key path that `loc` starts with (unions append their arms to it), and the type that stands there."""
+    """The key path that `loc` starts with (unions append their arms to it), and its type."""
     parts: list[str] = []
     annotation: Any = root
     for part in loc:
@@ -114,7 +114,7 @@ def _walk(loc: tuple[int | str, ...], root: type[BaseModel]) -> tuple[list[str],
 
 
 def _did_you_mean(parts: list[str], root: type[BaseModel]) -> str:
-    """A hint for an unknown key: a sibling that looks like it, else any key that does, else the siblings."""
+    """A hint: a sibling that looks like the key, else any key that does, else the siblings."""
     _, parent = _walk(tuple(parts[:-1]), root)
     siblings = list(parent.model_fields)
     prefix = "".join(f"{part}." for part in parts[:-1])

@@ -18,7 +18,7 @@ Tree = dict[str, Any]
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that refuses duplicate keys, reads floats as YAML 1.2 does, and takes only true/false as booleans."""
+    """SafeLoader that refuses duplicate keys and reads floats and booleans as YAML 1.2 does."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[Hashable] = set()

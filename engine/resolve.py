@@ -1,0 +1,244 @@
+"""Every "auto" of a configuration, decided once: EngineConfig + model + machine -> ResolvedConfig.
+
+A pure function of its arguments; the caller asks torch what the device is. The rules are those in
+the comments of configs/default.yaml. `log.progress` stays: the display decides it.
+
+Knows nothing of torch or checkpoints.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Literal, TypeVar
+
+from engine.config import (
+    AttentionOptions,
+    Buckets,
+    CompileOptions,
+    EngineConfig,
+    ModelOptions,
+    Positive,
+    SchedulerOptions,
+    validate,
+)
+from engine.config_errors import value_text
+from engine.errors import ConfigError
+from engine.machine import Machine, this_machine
+
+logger = logging.getLogger(__name__)
+
+DType = Literal["float32", "bfloat16", "float16"]
+_SMALLEST_EXTEND_BUCKET = 64
+_BUCKET_STEP = 8
+_HOPPER = (9, 0)
+
+
+class ResolvedModel(ModelOptions):
+    """`dtype` is that of weights, activations and KV cache; `max_model_len` counts tokens."""
+
+    dtype: DType
+    max_model_len: Positive
+
+
+class ResolvedCompile(CompileOptions):
+    """Bucket lists end with max_running and max_step_tokens."""
+
+    backend: Literal["inductor", "eager"]
+    unit: Literal["step", "layer"]
+    decode_buckets: Buckets
+    extend_buckets: Buckets
+    skinny_gemm: bool
+    threads: Positive
+
+
+class ResolvedAttention(AttentionOptions):
+    """Kernels that this device has."""
+
+    decode: Literal["fa2", "fa3", "xqa", "reference"]
+    extend: Literal["fa2", "fa3", "reference"]
+
+
+class ResolvedScheduler(SchedulerOptions):
+    """All in requests or tokens."""
+
+    max_running: Positive
+    max_step_tokens: Positive
+    step_budget: Positive
+
+
+class ResolvedConfig(EngineConfig):
+    """An EngineConfig without "auto" (but `log.progress`)."""
+
+    model: ResolvedModel
+    device: Literal["cpu", "cuda"]
+    compile: ResolvedCompile
+    attention: ResolvedAttention
+    scheduler: ResolvedScheduler
+
+
+def decode_buckets(max_running: int) -> tuple[int, ...]:
+    """1 2 4 8 16 24 32 ... max_running (requests)."""
+    steps = [1, 2, 4, *range(_BUCKET_STEP, max_running, _BUCKET_STEP)]
+    return (*(n for n in steps if n < max_running), max_running)
+
+
+def extend_buckets(max_step_tokens: int) -> tuple[int, ...]:
+    """64 128 256 ... max_step_tokens (tokens)."""
+    buckets = []
+    size = _SMALLEST_EXTEND_BUCKET
+    while size < max_step_tokens:
+        buckets.append(size)
+        size *= 2
+    return (*buckets, max_step_tokens)
+
+
+def resolve(
+    config: EngineConfig,
+    *,
+    max_position: int,
+    checkpoint_dtype: str | None,
+    cuda: bool,
+    capability: tuple[int, int] | None = None,
+    machine: Machine | None = None,
+) -> ResolvedConfig:
+    """Fill in every "auto".
+
+    Args:
+        config: as loaded.
+        max_position: the model's own context limit, in tokens.
+        checkpoint_dtype: the weights' dtype by name; None where the checkpoint does not say.
+        cuda: torch can use a CUDA device.
+        capability: its compute capability, (9, 0) for an H200.
+        machine: where this will run; None: here.
+
+    Raises:
+        ConfigError: a setting that this machine or model cannot honour.
+    """
+    device = _device(config, cuda)
+    machine = machine or this_machine()
+    tree = config.model_dump()
+    tree["device"] = device
+    tree["model"] |= {
+        "dtype": _or(config.model.dtype, _auto_dtype(device, checkpoint_dtype)),
+        "max_model_len": _max_model_len(config, max_position),
+    }
+    tree["scheduler"] |= _scheduler(config, device)
+    tree["compile"] |= _compile(config, device, machine, tree["scheduler"])
+    tree["attention"] |= _attention(config, device, capability)
+    return validate(ResolvedConfig, tree, "configuration", {})
+
+
+T = TypeVar("T")
+
+
+def _or(value: Any, default: T) -> T:
+    result: T = default if value == "auto" else value
+    return result
+
+
+def _device(config: EngineConfig, cuda: bool) -> str:
+    if config.device == "cuda" and not cuda:
+        raise ConfigError("device: got cuda, allowed: cpu or auto, for torch sees no CUDA device")
+    return _or(config.device, "cuda" if cuda else "cpu")
+
+
+def _auto_dtype(device: str, checkpoint_dtype: str | None) -> str:
+    return "float32" if device == "cpu" else checkpoint_dtype or "bfloat16"
+
+
+def _max_model_len(config: EngineConfig, max_position: int) -> int:
+    length = _or(config.model.max_model_len, max_position)
+    if length > max_position:
+        raise ConfigError(
+            f"model.max_model_len: got {length}, allowed: at most {max_position}, "
+            "the model's own limit"
+        )
+    return length
+
+
+def _scheduler(config: EngineConfig, device: str) -> dict[str, int]:
+    running, tokens = config.scheduler.max_running, config.scheduler.max_step_tokens
+    if running == "auto":
+        running = 256 if device == "cuda" else 16
+        if config.compile.decode_buckets != "auto":
+            running = config.compile.decode_buckets[-1]
+        elif tokens != "auto":
+            running = min(running, tokens)
+    if tokens == "auto":
+        tokens = max(8192 if device == "cuda" else 512, running)
+        if config.compile.extend_buckets != "auto":
+            tokens = config.compile.extend_buckets[-1]
+    budget = _or(config.scheduler.step_budget, tokens)
+    return {"max_running": running, "max_step_tokens": tokens, "step_budget": budget}
+
+
+def _compile(
+    config: EngineConfig, device: str, machine: Machine, scheduler: dict[str, int]
+) -> dict[str, object]:
+    options = config.compile
+    by_hand = device == "cuda" and options.cudagraphs == "manual"
+    return {
+        "backend": _backend(options.backend, device, machine),
+        # Layers captured by hand as one graph replay as fast as a whole compiled step, and compile
+        # in a fraction of the time.
+        "unit": _or(options.unit, "layer" if by_hand else "step"),
+        "decode_buckets": _or(options.decode_buckets, decode_buckets(scheduler["max_running"])),
+        "extend_buckets": _or(options.extend_buckets, extend_buckets(scheduler["max_step_tokens"])),
+        "skinny_gemm": _or(options.skinny_gemm, device == "cuda"),
+        "threads": _or(options.threads, machine.cores),
+    }
+
+
+def _backend(backend: str, device: str, machine: Machine) -> str:
+    if device == "cuda" or machine.compiler is not None:
+        return _or(backend, "inductor")
+    if backend == "inductor":
+        raise ConfigError(
+            "compile.backend: got inductor, allowed: eager or auto, for there is no C++ compiler "
+            "(install g++ or set CXX)"
+        )
+    if backend == "auto":
+        logger.warning("no C++ compiler (g++, clang++ or $CXX): compile.backend is eager, slower")
+    return "eager"
+
+
+def _attention(
+    config: EngineConfig, device: str, capability: tuple[int, int] | None
+) -> dict[str, str]:
+    kernels = {"decode": config.attention.decode, "extend": config.attention.extend}
+    if device == "cpu":
+        for key, kernel in kernels.items():
+            if kernel not in ("auto", "reference"):
+                raise ConfigError(
+                    f"attention.{key}: got {kernel}, allowed: auto or reference, on a CPU"
+                )
+        return dict.fromkeys(kernels, "reference")
+    extend = "fa3" if capability == _HOPPER else "fa2"
+    return {"decode": _or(kernels["decode"], "fa2"), "extend": _or(kernels["extend"], extend)}
+
+
+def settings_of(config: EngineConfig, resolved: ResolvedConfig) -> dict[str, str]:
+    """What each "auto" became, by key path, in the tree's order: a table for the log."""
+    before, after = _flat(config.model_dump()), _flat(resolved.model_dump())
+    return {
+        key: _setting_text(after[key])
+        for key, value in before.items()
+        if value == "auto" and after[key] != "auto"
+    }
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        inner = _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else None
+        flat |= {f"{prefix}{key}": value} if inner is None else inner
+    return flat
+
+
+def _setting_text(value: object) -> str:
+    if isinstance(value, tuple):
+        shown = [str(item) for item in value]
+        if len(shown) > 8:
+            shown = [*shown[:6], "...", shown[-1]]
+        return f"{' '.join(shown)} ({len(value)})"
+    return value if isinstance(value, str) else value_text(value)
