@@ -157,17 +157,17 @@ def _max_model_len(config: EngineConfig, max_position: int) -> int:
 
 
 def _scheduler(config: EngineConfig, device: str) -> dict[str, int]:
-    running, tokens = config.scheduler.max_running, config.scheduler.max_step_tokens
-    if running == "auto":
-        running = 256 if device == "cuda" else 16
-        if config.compile.decode_buckets != "auto":
-            running = config.compile.decode_buckets[-1]
-        elif tokens != "auto":
-            running = min(running, tokens)
-    if tokens == "auto":
-        tokens = max(8192 if device == "cuda" else 512, running)
-        if config.compile.extend_buckets != "auto":
-            tokens = config.compile.extend_buckets[-1]
+    options, compile_ = config.scheduler, config.compile
+    most = 256 if device == "cuda" else 16
+    if compile_.decode_buckets != "auto":
+        most = compile_.decode_buckets[-1]
+    elif options.max_step_tokens != "auto":
+        most = min(most, options.max_step_tokens)
+    running = _or(options.max_running, most)
+    most = max(8192 if device == "cuda" else 512, running)
+    if compile_.extend_buckets != "auto":
+        most = compile_.extend_buckets[-1]
+    tokens = _or(options.max_step_tokens, most)
     budget = _or(config.scheduler.step_budget, tokens)
     return {"max_running": running, "max_step_tokens": tokens, "step_budget": budget}
 

@@ -1,0 +1,118 @@
+"""The `fullgraph` command: a verb, a YAML file and `--set key.path=value`; no other knobs.
+
+Knows the verbs and their arguments; what a verb does is in engine/commands/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from engine.errors import FullgraphError
+
+# Verb -> module with `run(args) -> exit status`. Imported by name once the verb is known: FastAPI
+# or torch take seconds to import, and `--help` or a typing mistake should not wait for either.
+_COMMANDS = {
+    "serve": "engine.commands.serve",
+    "warmup": "engine.commands.warmup",
+    "generate": "engine.commands.generate",
+    "chat": "engine.commands.chat",
+    "bench": "engine.commands.bench",
+}
+USER_MISTAKE = 2
+INTERRUPTED = 128 + signal.SIGINT
+
+
+def _add_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", metavar="CONFIG", type=Path, help="a YAML file")
+    parser.add_argument(
+        "--set",
+        metavar="KEY.PATH=VALUE",
+        dest="overrides",
+        action="append",
+        default=[],
+        help="change one key of the file; the value is YAML; may be repeated",
+    )
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The whole command line; imports nothing heavy."""
+    parser = argparse.ArgumentParser(
+        prog="fullgraph",
+        description="An LLM inference server in which every token comes out of a compiled graph.",
+        epilog="Every key a CONFIG can hold is in configs/default.yaml, with a comment.",
+        allow_abbrev=False,
+    )
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+
+    def verb(name: str, text: str) -> argparse.ArgumentParser:
+        return verbs.add_parser(
+            name, help=text, description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False
+        )
+
+    _add_config(verb("serve", "serve the model over HTTP, as OpenAI's API does"))
+
+    warmup = verb("warmup", "compile every graph, so that the next start takes seconds")
+    _add_config(warmup)
+    what = warmup.add_mutually_exclusive_group()
+    what.add_argument(
+        "--export", metavar="FILE", type=Path, dest="export_file",
+        help="compile what is missing, then pack the compiled artefacts into FILE",
+    )  # fmt: skip
+    what.add_argument(
+        "--import", metavar="FILE", type=Path, dest="import_file",
+        help="unpack artefacts that --export wrote on an identical machine, then compile the rest",
+    )  # fmt: skip
+    what.add_argument(
+        "--check", action="store_true",
+        help="compile nothing; exit 0 if the artefacts are there, 1 if not",
+    )  # fmt: skip
+
+    generate = verb("generate", "continue prompts in the terminal, as they are")
+    _add_config(generate)
+    generate.add_argument(
+        "prompts", metavar="PROMPT", nargs="*",
+        help="one is streamed, several are batched; none: standard input is the prompt",
+    )  # fmt: skip
+
+    _add_config(verb("chat", "talk to the model in the terminal; /reset forgets, /exit ends"))
+
+    bench = verb("bench", "measure the engine with the programs in bench/")
+    bench.add_argument("what", choices=("offline", "online", "startup"), help="which one")
+    _add_config(bench)
+    return parser
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments. argparse before Python 3.13 does not take prompts behind a `--set`: we do."""
+    parser = build_parser()
+    args, rest = parser.parse_known_args(argv)
+    if rest and (args.verb != "generate" or any(word.startswith("-") for word in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        args.prompts += rest
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a verb.
+
+    Args:
+        argv: arguments without the program's name; None: sys.argv.
+
+    Returns:
+        The exit status: 0, 2 for a mistake of the user's (one line on stderr), 130 after Ctrl-C.
+    """
+    args = parse(argv)
+    try:
+        status: int = importlib.import_module(_COMMANDS[args.verb]).run(args)
+    except FullgraphError as error:
+        print(f"fullgraph: {error}", file=sys.stderr)
+        return USER_MISTAKE
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return status

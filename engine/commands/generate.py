@@ -1,0 +1,46 @@
+"""`fullgraph generate`: prompts in, their continuations on standard output.
+
+Knows the terminal; tokens, batches and sampling defaults are LLM's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from engine.config import load_config
+from engine.errors import ConfigError
+from engine.llm import LLM
+from engine.request import SamplingParams
+
+# A base model seldom ends by itself, so that "until the context is full" would be no default.
+MAX_TOKENS = 512
+
+
+def run(args: argparse.Namespace) -> int:
+    """Stream one prompt, or generate several as a batch."""
+    config = load_config(args.config, args.overrides)
+    prompts = args.prompts or [sys.stdin.read()]
+    if not all(prompts):
+        raise ConfigError("generate: a prompt is empty")
+    llm = LLM(config)
+    try:
+        params = llm.default_params(max_tokens=MAX_TOKENS)
+        if len(prompts) == 1:
+            _stream(llm, prompts[0], params)
+        else:
+            _batch(llm, prompts, params)
+    finally:
+        llm.close()
+    return 0
+
+
+def _stream(llm: LLM, prompt: str, params: SamplingParams) -> None:
+    for delta in llm.stream(prompt, params):
+        print(delta.text, end="", flush=True)
+    print()
+
+
+def _batch(llm: LLM, prompts: list[str], params: SamplingParams) -> None:
+    for prompt, output in zip(prompts, llm.generate(prompts, params), strict=True):
+        print(f"--- {prompt}\n{output.text}")
