@@ -1,8 +1,9 @@
-"""Which tokens a row may draw: top-k, top-p and min-p as one threshold per row, without sorting on a GPU.
+"""Which tokens a row may draw: top-k, top-p and min-p as one threshold, on a GPU without a sort.
 
-The op `fullgraph::filter_threshold` reads each row's logits and returns the lowest logit that is kept. Rows without
-filters cost one scalar load each, so that a graph can always hold the op. Real and fake stand side by side; the
-CUDA kernel is in sampling_triton.py. Knows nothing of penalties, seeds, or how the draw is made.
+The op `fullgraph::filter_threshold` reads each row's logits and returns the lowest logit that is
+kept. Rows without filters cost one scalar load each, so that a graph can always hold the op. Real
+and fake stand side by side; the CUDA kernel is in sampling_triton.py. Knows nothing of penalties,
+seeds, or how the draw is made.
 
 Legend: L logit rows, V vocab.
 """
@@ -19,10 +20,10 @@ try:
 except ImportError:  # no Triton on this machine: then there is no CUDA device to run it on either
     sampling_triton = None  # type: ignore[assignment]
 
-# A temperature below this is greedy (SamplingParams says 1e-5; the margin keeps float32(1e-5) sampled).
+# A temperature below this is greedy. (1e-5 for a user; float32 of 1e-5 must still be sampled.)
 MIN_TEMPERATURE = 0.99e-5
 
-# On a CPU a nucleus is first sought among this many most likely tokens, and only then in the whole row.
+# On a CPU a nucleus is first sought among this many most likely tokens, then in the whole row.
 _NUCLEUS_GUESS = 1024
 
 
@@ -34,19 +35,21 @@ def filter_threshold(
 
     With p = softmax(logits / temperature):
         top-k: the k largest logits (all that tie with the k-th);
-        top-p: of those, renormalised, the fewest most likely ones whose mass reaches top_p (ties at the end all kept);
+        top-p: of those, renormalised, the fewest most likely ones whose mass reaches top_p (ties at
+            the end all kept);
         min-p: of those, the ones with p >= min_p * max(p).
 
     Args:
-        logits_LV: float32, bfloat16 or float16 [L, V], before temperature, row stride >= V, column stride 1.
+        logits_LV: float32, bfloat16 or float16 [L, V], before temperature, row stride >= V, column
+            stride 1.
         temperature_L: float32 [L]; below MIN_TEMPERATURE the row is greedy and nothing is filtered.
         top_k_L: int32 [L]; <= 0 or >= V is off.
         top_p_L: float32 [L] in (0, 1]; >= 1 is off.
         min_p_L: float32 [L] in [0, 1]; <= 0 is off.
 
     Returns:
-        float32 [L]: keep `logits >= threshold`; -inf where every filter is off or the row's maximum is not finite.
-        Never above the row's maximum.
+        float32 [L]: keep `logits >= threshold`; -inf where every filter is off or the row's maximum
+        is not finite. Never above the row's maximum.
     """
     num_rows, _ = logits_LV.shape
     threshold_L = torch.full((num_rows,), -math.inf, dtype=torch.float32)
@@ -72,7 +75,9 @@ def _(
 ) -> Tensor:
     assert sampling_triton is not None, "CUDA tensors on a machine without Triton"
     threshold_L = logits_LV.new_empty((logits_LV.shape[0],), dtype=torch.float32)
-    sampling_triton.launch(logits_LV, temperature_L, top_k_L, top_p_L, min_p_L, threshold_L)
+    sampling_triton.launch(
+        logits_LV, temperature_L, top_k_L, top_p_L, min_p_L, threshold_L, MIN_TEMPERATURE
+    )
     return threshold_L
 
 
@@ -108,7 +113,7 @@ def _kth_largest(logits_V: Tensor, k: int) -> float:
 
 
 def _nucleus_edge(logits_N: Tensor, top: float, temperature: float, top_p: float) -> float:
-    """The largest of `logits_N` such that it and all above it hold at least `top_p` of the mass of all."""
+    """The largest of `logits_N` that, with all above it, holds at least `top_p` of their mass."""
     need = top_p * ((logits_N - top) / temperature).exp().sum(dtype=torch.float64)
     num = logits_N.shape[0]
     for guess in (min(num, _NUCLEUS_GUESS), num):

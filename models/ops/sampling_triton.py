@@ -1,14 +1,16 @@
-"""The Triton kernel of `fullgraph::filter_threshold` (models/ops/sampling.py says what it computes).
+"""The Triton kernel of `fullgraph::filter_threshold`; models/ops/sampling.py says what it computes.
 
-One program per row. Floats are compared as integers of the same order, so that a search by halving ends at an exact
-logit. A first pass keeps the four largest logits of each of BLOCK interleaved lanes in registers; every logit above
-`floor`, the largest of the fourth ones, is then in registers, and a threshold found above `floor` is exact without
-reading the row again. Otherwise (k in the thousands, a very flat row) the search goes on over the row itself, which
-stays in L2, in quarters. Rows without filters stop after their settings are read.
+One program per row. Floats are compared as integers of the same order, so that a search by halving
+ends at an exact logit. A first pass keeps the four largest logits of each of BLOCK interleaved
+lanes in registers; every logit above `floor`, the largest of the fourth ones, is then in registers,
+and a threshold found above `floor` is exact without reading the row again. Otherwise (k in the
+thousands, a very flat row) the search goes on over the row itself, which stays in L2, in quarters.
+Rows without filters stop after their settings are read.
 
 Knows nothing of torch.library. Importing it needs Triton.
 """
 
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, import-not-found, import-untyped"
 from __future__ import annotations
 
 import triton
@@ -17,7 +19,6 @@ from torch import Tensor
 
 _MAX_BLOCK = 4096
 
-_GREEDY = tl.constexpr(0.99e-5)  # MIN_TEMPERATURE
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LOWEST = tl.constexpr(-2139095041)  # _order(-inf)
 
@@ -29,8 +30,9 @@ def launch(
     top_p_L: Tensor,
     min_p_L: Tensor,
     threshold_L: Tensor,
+    min_temperature: float,
 ) -> None:
-    """Fill `threshold_L`. The vectors may be strided (columns of a matrix); a row of logits may not."""
+    """Fill `threshold_L`. Vectors may be strided (columns of a matrix), a row of logits may not."""
     num_rows, vocab = logits_LV.shape
     assert logits_LV.stride(1) == 1, logits_LV.stride()
     block = min(_MAX_BLOCK, triton.next_power_of_2(vocab))
@@ -47,6 +49,7 @@ def launch(
         top_k_L.stride(0),
         top_p_L.stride(0),
         min_p_L.stride(0),
+        MIN_TEMPERATURE=min_temperature,
         BLOCK=block,
         num_warps=max(1, block // 128),
     )
@@ -117,7 +120,7 @@ def _weigh(x, top, scale, MASS: tl.constexpr):
 
 @triton.jit
 def _search_lanes(keys, weights, need, low, high):
-    """The largest key in [low, high] at or above which the weights sum to `need`; low is taken to do."""
+    """The largest key in [low, high] at or above which the weights sum to `need`, else `low`."""
     while low < high:
         middle = low + ((high - low + 1) >> 1)
         mass = tl.sum(tl.where(keys >= middle.to(tl.int32), weights, 0.0))
@@ -141,7 +144,7 @@ def _row_mass(row_ptr, V, key, top, scale, BLOCK: tl.constexpr):
 
 @triton.jit
 def _search_row(row_ptr, V, need, low, high, top, scale, MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """As _search_lanes over the whole row: each pass reads it once and keeps a quarter of the range."""
+    """_search_lanes over the whole row: a pass reads it once and keeps a quarter of the range."""
     lanes = tl.arange(0, BLOCK)
     while low < high:
         step = (high - low + 3) >> 2
@@ -214,6 +217,7 @@ def _filter_threshold_kernel(
     top_k_stride,
     top_p_stride,
     min_p_stride,
+    MIN_TEMPERATURE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -223,7 +227,7 @@ def _filter_threshold_kernel(
     min_p = tl.load(min_p_ptr + row * min_p_stride)
     filtered = ((k > 0) & (k < V)) | (p < 1.0) | (min_p > 0.0)
     threshold = tl.full([], float("-inf"), tl.float32)
-    if (temperature >= _GREEDY) & filtered:
+    if (temperature >= MIN_TEMPERATURE) & filtered:
         key, top, finite = _edge(logits_ptr + row * logits_stride, V, temperature, k, p, BLOCK)
         if finite:
             threshold = _value(key)

@@ -1,0 +1,338 @@
+"""Sampling inside the graph: logits and settings per row in; token ids, logprobs and updated
+per-slot state out.
+
+`sample` is traced as the tail of a step and runs eagerly too. The two halves of it:
+    full only: penalties, logit bias, stop-id mask and grammar mask give the logits that logprobs
+        are taken of;
+    always: temperature, top-k, top-p, min-p, and a draw by Gumbel-max, argmax(logit / T + g(u)).
+u is a hash of (seed, position, token id) and of nothing else, so that a draw never depends on batch
+mates, padding, bucket or device (up to float rounding). Rows at temperature 0 take the argmax,
+lowest id on ties.
+
+Knows nothing of models, requests or how a batch is scheduled.
+
+Legend: L logit rows, V vocab, C chunks of W ids (C * W >= V), S slots, N bias entries, M stop ids,
+K top logprobs.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from models.inputs import SamplingState, StepInputs, StepOutputs, StepState
+from models.ops.sampling import MIN_TEMPERATURE, filter_threshold
+
+# Columns of StepInputs.sampling_floats_LF and sampling_ints_LI, and the flags, as in
+# engine.scheduler.batch.
+TEMPERATURE, TOP_P, MIN_P, REPETITION, FREQUENCY, PRESENCE = range(6)
+TOP_K, SEED_LO, SEED_HI, FLAGS = range(4)
+FLAG_MASK_STOP = 1
+FLAG_COUNT = 2
+FLAG_GUIDED = 4
+
+DRAW = -1  # logit_targets_L: draw the slot's next token; other negative targets draw and discard
+LOGPROB_FLOOR = -9999.0
+
+_WORD = 0xFFFFFFFF
+# lowbias32 (Chris Wellons' hash prospector): multipliers of a 32-bit mixer. The second is written
+# as a signed number so that a product with 32 bits stays inside int64.
+_MULTIPLY_1 = 0x7FEB352D
+_MULTIPLY_2 = 0x846CA68B - (1 << 32)
+# Ids per first-stage reduction: Inductor keeps up to 1024 in registers, so that a chunk is read
+# once.
+_MAX_CHUNK = 1024
+_MIN_CHUNK = 128
+
+
+def sample(
+    variant: Literal["plain", "full"],
+    logits_LV: Tensor,
+    inputs: StepInputs,
+    state: StepState,
+    sampling_state: SamplingState | None,
+    grammar_LW: Tensor | None,
+    max_logprobs: int,
+) -> StepOutputs:
+    """Draw (or score) one token per logit row.
+
+    Args:
+        variant: "plain" reads temperature, top-k, top-p, min-p and seed only; "full" everything.
+        logits_LV: float32 [L, V]; "plain" also takes bfloat16 or float16 and casts as it reads.
+        inputs: the step's inputs; rows with logit_targets >= 0 are scored on the logits as they
+            are.
+        state: last_token_S is mutated at the slots of rows whose target is -1 (0 where the row is
+            not finite).
+        sampling_state: "full" only; counts_SV and seen_SV are mutated for drawn rows with
+            FLAG_COUNT.
+        grammar_LW: int32 [L, ceil(V / 32)], bit i of word w set: id 32 w + i is allowed; or None
+            for no guided row.
+        max_logprobs: K, alternatives reported per row in "full".
+
+    Returns:
+        StepOutputs; an id of -1 marks a row with a NaN, a +inf, or nothing but -inf.
+    """
+    temperature_L = inputs.sampling_floats_LF[:, TEMPERATURE]
+    if variant == "full":
+        assert sampling_state is not None
+        logits_LV = _adjust(logits_LV.float(), inputs, sampling_state, grammar_LW)
+        # A scored row needs no filters, which cost time.
+        temperature_L = torch.where(inputs.logit_targets_L >= 0, 0.0, temperature_L)
+    drawn_L, finite_L = _draw(logits_LV, temperature_L, inputs)
+    targets_L = inputs.logit_targets_L
+    ids_L = torch.where(targets_L >= 0, targets_L, drawn_L.int())
+    ids_L = torch.where(finite_L, ids_L, -1)
+
+    is_draw_L = targets_L == DRAW
+    dummy = state.last_token_S.shape[0] - 1
+    slots_L = torch.where(is_draw_L, inputs.logit_slots_L, dummy).long()
+    tokens_L = ids_L.clamp(min=0)
+    state.last_token_S.index_put_((slots_L,), tokens_L)
+    if variant == "plain":
+        return StepOutputs(ids_L.unsqueeze(1))
+
+    assert sampling_state is not None
+    counted_L = is_draw_L & finite_L & _flag(inputs, FLAG_COUNT)
+    _count(sampling_state, slots_L, tokens_L, counted_L)
+    return StepOutputs(torch.cat(_report(logits_LV, ids_L, max_logprobs), dim=1))
+
+
+def _flag(inputs: StepInputs, flag: int) -> Tensor:
+    return (inputs.sampling_ints_LI[:, FLAGS] & flag) != 0
+
+
+# --- full: the logits that are reported -----------------------------------------------------------
+
+
+def _adjust(
+    logits_LV: Tensor, inputs: StepInputs, sampling_state: SamplingState, grammar_LW: Tensor | None
+) -> Tensor:
+    """Penalties, masks and bias. Rows that only score a target are left as they are."""
+    drawn_L1 = (inputs.logit_targets_L < 0).unsqueeze(1)
+    slots_L = inputs.logit_slots_L.long()
+    floats_LF = inputs.sampling_floats_LF
+
+    seen_LV = sampling_state.seen_SV[slots_L] & drawn_L1
+    repetition_L1 = floats_LF[:, REPETITION, None]
+    repeated_LV = torch.where(logits_LV > 0, logits_LV / repetition_L1, logits_LV * repetition_L1)
+    logits_LV = torch.where(seen_LV, repeated_LV, logits_LV)
+
+    counts_LV = torch.where(drawn_L1, sampling_state.counts_SV[slots_L], 0)
+    logits_LV = logits_LV - floats_LF[:, FREQUENCY, None] * counts_LV
+    logits_LV = logits_LV - torch.where(counts_LV > 0, floats_LF[:, PRESENCE, None], 0.0)
+
+    if grammar_LW is not None:
+        guided_L1 = drawn_L1 & _flag(inputs, FLAG_GUIDED).unsqueeze(1)
+        allowed_LV = _unpack_bits(grammar_LW, logits_LV.shape[1])
+        logits_LV = torch.where(guided_L1 & ~allowed_LV, -math.inf, logits_LV)
+
+    # Bias and stop mask in one scatter: ids may repeat between the two and empty entries add 0 to
+    # id 0.
+    masked_L1 = drawn_L1 & _flag(inputs, FLAG_MASK_STOP).unsqueeze(1)
+    bias_ids_LN = sampling_state.bias_ids_SN[slots_L]
+    stop_ids_LM = sampling_state.stop_ids_SM[slots_L]
+    use_bias_LN = drawn_L1 & (bias_ids_LN >= 0)
+    bias_LN = torch.where(use_bias_LN, sampling_state.bias_values_SN[slots_L], 0.0)
+    stop_LM = torch.where(masked_L1 & (stop_ids_LM >= 0), -math.inf, 0.0)
+    ids = torch.cat([bias_ids_LN, stop_ids_LM], dim=1).clamp(min=0).long()
+    return logits_LV.scatter_add(1, ids, torch.cat([bias_LN, stop_LM], dim=1))
+
+
+def _unpack_bits(words_LW: Tensor, vocab: int) -> Tensor:
+    """bool [L, V] from int32 words; bit i of word w is id 32 w + i."""
+    bits_32 = torch.arange(32, device=words_LW.device, dtype=torch.int32)
+    bits_LW32 = (words_LW.unsqueeze(-1) >> bits_32) & 1
+    return bits_LW32.flatten(1)[:, :vocab] != 0
+
+
+def _count(
+    sampling_state: SamplingState, slots_L: Tensor, tokens_L: Tensor, counted_L: Tensor
+) -> None:
+    """Count the tokens drawn. Rows that do not count add 0 to the dummy slot, which stays clean."""
+    dummy = sampling_state.counts_SV.shape[0] - 1
+    where = (torch.where(counted_L, slots_L, dummy), torch.where(counted_L, tokens_L, 0).long())
+    sampling_state.counts_SV.index_put_(where, counted_L.int(), accumulate=True)
+    sampling_state.seen_SV.index_put_(where, counted_L)
+
+
+def _report(logits_LV: Tensor, ids_L: Tensor, max_logprobs: int) -> list[Tensor]:
+    """The columns of StepOutputs.packed_LC in the full variant."""
+    norm_L1 = logits_LV.logsumexp(dim=1, keepdim=True)
+    own_L1 = logits_LV.gather(1, ids_L.clamp(min=0).long().unsqueeze(1)) - norm_L1
+    columns = [ids_L.unsqueeze(1), _logprob_bits(own_L1)]
+    if max_logprobs > 0:
+        num = min(max_logprobs, logits_LV.shape[1])
+        top_LK, top_ids_LK = logits_LV.topk(num, dim=1)
+        padding = (0, max_logprobs - num)  # of a vocabulary smaller than K
+        columns.append(F.pad(top_ids_LK.int(), padding))
+        columns.append(_logprob_bits(F.pad(top_LK - norm_L1, padding, value=LOGPROB_FLOOR)))
+    return columns
+
+
+def _logprob_bits(logprobs: Tensor) -> Tensor:
+    """Float32 bits as int32; NaN becomes the floor, and what rounding left above 0 becomes 0."""
+    finite = torch.where(logprobs > LOGPROB_FLOOR, logprobs.clamp(max=0.0), LOGPROB_FLOOR)
+    return finite.view(torch.int32)
+
+
+# --- the draw -------------------------------------------------------------------------------------
+
+
+def _draw(logits_LV: Tensor, temperature_L: Tensor, inputs: StepInputs) -> tuple[Tensor, Tensor]:
+    """ids int64 [L] drawn with the row's temperature, filters and seed; bool [L] whether the row's
+    logits allow it.
+
+    Two stages, so that one row keeps a whole GPU busy: the best of each chunk relative to the
+        chunk's maximum (one
+    pass over the logits), then the best chunk. Differences to a maximum are exact where it matters,
+    so that no temperature overflows or loses the noise.
+    """
+    num_rows, vocab = logits_LV.shape
+    floats_LF, ints_LI = inputs.sampling_floats_LF, inputs.sampling_ints_LI
+    threshold_L = filter_threshold(
+        logits_LV, temperature_L, ints_LI[:, TOP_K], floats_LF[:, TOP_P], floats_LF[:, MIN_P]
+    )
+    greedy_L = temperature_L < MIN_TEMPERATURE
+    scale_L = 1.0 / torch.where(greedy_L, 1.0, temperature_L)
+
+    num_chunks, width = chunks(vocab)
+    padded = F.pad(logits_LV, (0, num_chunks * width - vocab), value=-math.inf)
+    logits_LCW = padded.float().view(num_rows, num_chunks, width)
+    ids_CW = torch.arange(num_chunks * width, device=padded.device).view(num_chunks, width)
+    tops_LC = logits_LCW.amax(dim=2)
+    # A chunk of nothing but -inf would give NaN differences.
+    bases_LC = torch.where(tops_LC == -math.inf, 0.0, tops_LC)
+    noise_LCW = _gumbel(ids_CW, *row_keys(ints_LI, inputs.logit_positions_L))
+    scores_LCW = (logits_LCW - bases_LC.unsqueeze(2)) * scale_L.view(-1, 1, 1)
+    scores_LCW = scores_LCW + torch.where(greedy_L.view(-1, 1, 1), 0.0, noise_LCW)
+    scores_LCW = torch.where(logits_LCW < threshold_L.view(-1, 1, 1), -math.inf, scores_LCW)
+    best_LC, where_LC = scores_LCW.max(dim=2)
+
+    top_L1 = tops_LC.amax(dim=1, keepdim=True)  # NaN wherever the row holds one
+    total_LC = best_LC + (tops_LC - top_L1) * scale_L.unsqueeze(1)
+    total_LC = torch.where(greedy_L.unsqueeze(1), tops_LC, total_LC)
+    chunk_L1 = total_LC.argmax(dim=1, keepdim=True)
+    ids_L = (chunk_L1 * width + where_LC.gather(1, chunk_L1)).squeeze(1)
+    return ids_L, top_L1.squeeze(1).abs() < math.inf
+
+
+def chunks(vocab: int) -> tuple[int, int]:
+    """(C, W): W divides the vocabulary if a fair divisor exists, else the last chunk is padded."""
+    for width in range(min(_MAX_CHUNK, vocab), _MIN_CHUNK - 1, -1):
+        if vocab % width == 0:
+            return vocab // width, width
+    width = min(_MAX_CHUNK, vocab)
+    return -(-vocab // width), width
+
+
+def row_keys(ints_LI: Tensor, positions_L: Tensor) -> tuple[Tensor, Tensor]:
+    """Two 32-bit keys per row, int64 [L], from the 64-bit seed and the position."""
+    seed_lo = ints_LI[:, SEED_LO].long() & _WORD
+    seed_hi = ints_LI[:, SEED_HI].long() & _WORD
+    position = positions_L.long() & _WORD
+    key0 = _mix(_mix(_mix(seed_lo ^ 0x3C6EF372) ^ seed_hi) ^ position)
+    key1 = _mix(_mix(_mix(position ^ 0x1B873593) ^ seed_lo) ^ seed_hi)
+    return key0, key1
+
+
+def _mix(x: Tensor, key: Tensor | int = 0) -> Tensor:
+    """lowbias32 of 32 bits held in int64; `key` is mixed in between the two multiplications."""
+    x = ((x ^ (x >> 16)) * _MULTIPLY_1) & _WORD
+    x = ((x ^ (x >> 15) ^ key) * _MULTIPLY_2) & _WORD
+    return x ^ (x >> 16)
+
+
+def _gumbel(ids_CW: Tensor, key0_L: Tensor, key1_L: Tensor) -> Tensor:
+    """Standard Gumbel noise float32 [L, C, W], finite.
+
+    The hash is the uniform's distance from 1, so that large noise, which decides between unlikely
+    tokens, comes in steps of 2^-32.
+    """
+    bits = _mix(ids_CW ^ key0_L.view(-1, 1, 1), key1_L.view(-1, 1, 1))
+    complement = (bits.float() + 0.5) * 2.0**-32
+    complement = complement.clamp(max=1.0 - 2.0**-24)  # rounding may have made it 1
+    return -torch.log(-torch.log1p(-complement))
+
+
+# --- per-slot state, outside the graph ------------------------------------------------------------
+
+
+def init_sampling_state(
+    num_slots: int, vocab: int, max_bias: int, max_stop: int, device: torch.device | str
+) -> SamplingState:
+    """The state of `num_slots` slots and the dummy, with nothing counted, biased or masked.
+
+    Takes 5 * (num_slots + 1) * vocab bytes and little more.
+    """
+    rows = num_slots + 1
+    return SamplingState(
+        counts_SV=torch.zeros(rows, vocab, dtype=torch.int32, device=device),
+        seen_SV=torch.zeros(rows, vocab, dtype=torch.bool, device=device),
+        bias_ids_SN=torch.full((rows, max_bias), -1, dtype=torch.int32, device=device),
+        bias_values_SN=torch.zeros(rows, max_bias, device=device),
+        stop_ids_SM=torch.full((rows, max_stop), -1, dtype=torch.int32, device=device),
+    )
+
+
+def admit(
+    sampling_state: SamplingState,
+    slot: int,
+    prompt_ids: NDArray[np.int32],
+    output_ids: NDArray[np.int32],
+    bias_ids: NDArray[np.int32],
+    bias_values: NDArray[np.float32],
+    stop_ids: NDArray[np.int32],
+) -> None:
+    """Set a slot's rows for the request that it now holds; eager, ordered with the steps by the
+    current stream.
+
+    One copy to the device from pinned memory, which torch keeps until the copy is done; nothing
+    waits.
+
+    Args:
+        sampling_state: mutated at row `slot`.
+        slot: in [0, S).
+        prompt_ids: [any], seen by the repetition penalty.
+        output_ids: [any], generated so far: seen, and counted.
+        bias_ids, bias_values: [<= N] the same number of distinct ids and their bias.
+        stop_ids: [<= M].
+    """
+    counts_SV, seen_SV, bias_ids_SN, bias_values_SN, stop_ids_SM = sampling_state
+    num_bias, num_stop = bias_ids_SN.shape[1], stop_ids_SM.shape[1]
+    assert 0 <= slot < counts_SV.shape[0] - 1, slot
+    assert len(bias_ids) == len(bias_values) <= num_bias, (len(bias_ids), num_bias)
+    assert len(stop_ids) <= num_stop, (len(stop_ids), num_stop)
+    seen_ids = np.unique(np.concatenate([prompt_ids, output_ids]))
+    counted_ids, counts = np.unique(output_ids, return_counts=True)
+    parts = (
+        _padded(bias_ids, num_bias, -1),
+        _padded(bias_values, num_bias, 0.0).view(np.int32),
+        _padded(stop_ids, num_stop, -1),
+        seen_ids.astype(np.int32),
+        counted_ids.astype(np.int32),
+        counts.astype(np.int32),
+    )
+    on_cuda = counts_SV.is_cuda
+    packed = torch.empty(sum(map(len, parts)), dtype=torch.int32, pin_memory=on_cuda)
+    np.concatenate(parts, out=packed.numpy())
+    on_device = packed.to(counts_SV.device, non_blocking=True)
+    bias_ids_N, bias_bits_N, stop_ids_M, seen, counted, times = torch.split(
+        on_device, [len(part) for part in parts]
+    )
+    bias_ids_SN[slot].copy_(bias_ids_N)
+    bias_values_SN[slot].copy_(bias_bits_N.view(torch.float32))
+    stop_ids_SM[slot].copy_(stop_ids_M)
+    seen_SV[slot].zero_().index_fill_(0, seen.long(), True)
+    counts_SV[slot].zero_().index_copy_(0, counted.long(), times)
+
+
+def _padded(values: NDArray[Any], length: int, fill: float) -> NDArray[Any]:
+    out = np.full(length, fill, values.dtype)
+    out[: len(values)] = values
+    return out
