@@ -1,0 +1,350 @@
+"""CUDA implementations of `fullgraph::paged_attention`, `fullgraph::kv_write` and what they run on.
+
+The table of planned runners below is the project's one global: the operator looks its runner up by (kind, tokens,
+window), because FlashInfer's plans are host objects that no graph can take as an argument. engine/attention_plan.py
+fills the table before any graph is captured and plans before every step.
+
+The first layer of a step makes the page lists that all layers use, in device memory outside the graphs' pool. It is
+known by its cache's address: a graph must not depend on a counter kept on the host.
+
+Knows nothing of batches or buckets, nor of FlashInfer's package: it is given its modules. Importing it needs Triton.
+
+Legend: T tokens, R rows, S slots, P page-table columns, H query heads, K kv heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from models.ops import attention, attention_triton, fused_triton, kv_write
+
+_CAUSAL, _FULL = 1, 0  # FlashInfer's MaskMode
+_NHD = 0  # FlashInfer's TensorLayout
+
+
+class Rows(NamedTuple):
+    """A step's rows as the operator gets them."""
+
+    page_table_SP: Tensor
+    row_slots_R: Tensor
+    row_starts_R: Tensor
+    row_lens_R: Tensor
+    row_offsets_R: Tensor
+
+
+class Runner(Protocol):
+    """Attention of one bucket and window."""
+
+    def prepare(self, rows: Rows) -> None:
+        """Make the page lists of the step; called by its first layer."""
+
+    def run(self, q_THD: Tensor, kv_layer: Tensor, rows: Rows, scale: float, out_THD: Tensor) -> None:
+        """Write the rows' attention into `out_THD`."""
+
+
+Key = tuple[str, int, int]  # kind, tokens of the bucket, window
+
+
+@dataclass
+class _Table:
+    """The planned runners, and the address of the cache of the first layer."""
+
+    runners: dict[Key, Runner]
+    first_layer: int
+
+
+_table = _Table({}, 0)
+
+
+def register(runners: dict[Key, Runner], first_layer: Tensor) -> None:
+    """Make `runners` the table, for the model whose first layer's cache is `first_layer`."""
+    _table.runners, _table.first_layer = dict(runners), first_layer.data_ptr()
+
+
+def unregister() -> None:
+    """Empty the table and let its buffers go."""
+    _table.runners, _table.first_layer = {}, 0
+
+
+@attention.paged_attention.register_kernel("cuda")
+def _paged_attention(
+    q_THD: Tensor,
+    kv_layer: Tensor,
+    page_table_SP: Tensor,
+    row_slots_R: Tensor,
+    row_starts_R: Tensor,
+    row_lens_R: Tensor,
+    row_offsets_R: Tensor,
+    scale: float,
+    window: int,
+    kind: str,
+) -> Tensor:
+    runner = _table.runners.get((kind, q_THD.shape[0], window))
+    assert runner is not None, f"no attention planned for {kind} {q_THD.shape[0]}, window {window}"
+    rows = Rows(page_table_SP, row_slots_R, row_starts_R, row_lens_R, row_offsets_R)
+    if kv_layer.data_ptr() == _table.first_layer:
+        runner.prepare(rows)
+    # A decode runner writes every row. In an extend step no one writes the padding's, which must be finite.
+    empty = torch.empty if kind == "decode" else torch.zeros
+    out_THD = empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
+    runner.run(q_THD, kv_layer, rows, scale, out_THD)
+    return out_THD
+
+
+@kv_write.kv_write.register_kernel("cuda")
+def _kv_write(k_TKD: Tensor, v_TKD: Tensor, kv_layer: Tensor, kv_slots_T: Tensor) -> None:
+    fused_triton.kv_write(k_TKD, v_TKD, kv_layer, kv_slots_T)
+
+
+class FlashInferPart:
+    """One planned FlashInfer call: the decode rows, or the chunks, of a bucket.
+
+    Args:
+        run: the module's paged run function, of FlashInfer 0.6.13.
+        backend: fa2 or fa3; they take different trailing arguments.
+        chunks: whether it serves the chunks (causal) or the decode rows.
+        num_rows: requests of the plan.
+        max_pages: of one row.
+        float_workspace / int_workspace: uint8, shared with parts that never run between this one's plan and run.
+    """
+
+    def __init__(
+        self,
+        run: Any,
+        backend: str,
+        chunks: bool,
+        window: int,
+        num_rows: int,
+        max_pages: int,
+        page_size: int,
+        float_workspace: Tensor,
+        int_workspace: Tensor,
+    ) -> None:
+        ints = {"dtype": torch.int32, "device": float_workspace.device}
+        self.float_workspace, self.int_workspace = float_workspace, int_workspace
+        self.plan_info: Any = None  # what the last plan returned; the planner checks that it never changes
+        self._run, self._backend, self._chunks, self._window = run, backend, chunks, window
+        self._page_size = page_size
+        self._qo_indptr = torch.arange(num_rows + 1, **ints)
+        self._kv_indptr = torch.zeros(num_rows + 1, **ints)
+        self._kv_indices = torch.zeros(num_rows * max_pages, **ints)
+        self._last_page_len = torch.zeros(num_rows, **ints)
+
+    def prepare(self, rows: Rows) -> None:
+        """Fill the page lists from the page table."""
+        attention_triton.fill_page_lists(
+            *rows,
+            self._page_size,
+            self._chunks,
+            self._kv_indptr,
+            self._kv_indices,
+            self._last_page_len,
+            self._qo_indptr if self._chunks else None,
+        )
+
+    def run(self, q_THD: Tensor, kv_layer: Tensor, scale: float, out_THD: Tensor) -> None:
+        """Write the attention of the part's rows into `out_THD`; the fa2 chunks part zeroes decode rows."""
+        assert self.plan_info is not None, "a FlashInfer part ran before it was planned"
+        args = [
+            self.float_workspace,
+            self.int_workspace,
+            self.plan_info,
+            q_THD,
+            kv_layer[:, 0],
+            kv_layer[:, 1],
+            self._qo_indptr,
+            self._kv_indptr,
+            self._kv_indices,
+            self._last_page_len,
+            out_THD,
+            None,  # log-sum-exp
+            _CAUSAL if self._chunks else _FULL,
+            _NHD,
+            self._window - 1 if self._window else -1,
+            True,  # programmatic dependent launch
+        ]
+        if self._backend == "fa2":
+            # mask, its indptr, ALiBi slopes, multi-item prefix, positions, longest; fp4 scales of k and v
+            args += [None] * 8
+            args += [0.0, scale, 1.0, 1e-4, 0]  # soft cap, scale, 1 / rope scale, 1 / theta, items
+        else:
+            # multi-item prefix, positions, longest; scale of v as a tensor, soft cap, scale, scale of v, items
+            args += [None, None, None, None, 0.0, scale, 1.0, 0]
+        self._run(*args)
+
+
+@dataclass(frozen=True, eq=False)
+class FlashInferDecode:
+    """All rows decode; padding attends to one zero token of page 0."""
+
+    part: FlashInferPart
+
+    def prepare(self, rows: Rows) -> None:
+        self.part.prepare(rows)
+
+    def run(self, q_THD: Tensor, kv_layer: Tensor, rows: Rows, scale: float, out_THD: Tensor) -> None:
+        self.part.run(q_THD, kv_layer, scale, out_THD)
+
+
+@dataclass(frozen=True, eq=False)
+class Scratch:
+    """What the Triton decode kernel needs besides its inputs; shared by all buckets and windows.
+
+    partial: float32 [rows * H * splits * D] at its largest; stats: float32, max and sum of each part;
+    counters: int32 zeros [rows * K].
+    """
+
+    partial: Tensor
+    stats: Tensor
+    counters: Tensor
+
+    @classmethod
+    def of(
+        cls, most_rows: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device
+    ) -> Scratch:
+        """Enough for every bucket of up to `most_rows` rows."""
+        parts = max(
+            rows * attention_triton.decode_shape(rows, num_kv_heads, extend).splits
+            for rows in range(1, most_rows + 1)
+            for extend in (False, True)
+        )
+        floats = {"dtype": torch.float32, "device": device}
+        return cls(
+            torch.empty(parts * num_heads * head_dim, **floats),
+            torch.empty(parts * num_heads * 2, **floats),
+            torch.zeros(most_rows * num_kv_heads, dtype=torch.int32, device=device),
+        )
+
+
+class TritonDecode:
+    """Our own decode kernel: no plan, no page lists.
+
+    Args:
+        num_rows: rows that may decode (the bucket's rows, at most its tokens).
+        extend: rows that do not decode are left alone instead of zeroed.
+    """
+
+    def __init__(
+        self, num_rows: int, num_kv_heads: int, window: int, extend: bool, scratch: Scratch
+    ) -> None:
+        self._num_rows, self._window, self._extend = num_rows, window, extend
+        self._scratch = scratch
+        self._shape = attention_triton.decode_shape(num_rows, num_kv_heads, extend)
+        self._pdl = supports_pdl(scratch.partial.device)
+
+    def prepare(self, rows: Rows) -> None:
+        """Nothing: the kernel reads the page table itself."""
+
+    def run(self, q_THD: Tensor, kv_layer: Tensor, rows: Rows, scale: float, out_THD: Tensor) -> None:
+        attention_triton.decode(
+            q_THD,
+            kv_layer,
+            *rows,
+            scale,
+            self._window,
+            self._num_rows,
+            self._extend,
+            self._shape,
+            self._scratch.partial,
+            self._scratch.stats,
+            self._scratch.counters,
+            out_THD,
+            self._pdl,
+        )
+
+
+def supports_pdl(device: torch.device) -> bool:
+    """Programmatic dependent launch: Hopper and later."""
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+class XqaDecode:
+    """FlashInfer's XQA kernel: block tables and lengths on the device, no plan.
+
+    Args:
+        run: flashinfer.xqa's module function, of FlashInfer 0.6.13.
+        semaphores: int32 zeros, num_rows * K; workspace: uint8; both shared by all buckets.
+        num_programs: multiprocessors it should plan for; more of them means more splits of a row.
+    """
+
+    def __init__(
+        self,
+        run: Any,
+        num_rows: int,
+        max_pages: int,
+        page_size: int,
+        window: int,
+        semaphores: Tensor,
+        workspace: Tensor,
+        num_programs: int,
+    ) -> None:
+        ints = {"dtype": torch.int32, "device": workspace.device}
+        self._run, self._page_size, self._window = run, page_size, window
+        self._block_table = torch.zeros(num_rows, max_pages, **ints)
+        self._kv_lens = torch.ones(num_rows, 1, **ints)
+        self._semaphores, self._workspace = semaphores, workspace
+        self._num_programs = num_programs
+
+    def prepare(self, rows: Rows) -> None:
+        attention_triton.fill_block_table(
+            *rows, self._page_size, self._block_table, self._kv_lens.view(-1)
+        )
+
+    def run(self, q_THD: Tensor, kv_layer: Tensor, rows: Rows, scale: float, out_THD: Tensor) -> None:
+        num_rows, max_pages = self._block_table.shape
+        self._run(
+            False,  # fp8 kernel
+            self._num_programs,
+            kv_layer.shape[3],
+            self._window,
+            scale * math.sqrt(q_THD.shape[2]),  # it divides by sqrt(D) itself
+            out_THD[:num_rows, None],
+            1.0,  # 1 / scale of the output
+            q_THD[:num_rows, None].contiguous(),
+            None,  # sinks
+            kv_layer[:, 0],
+            kv_layer[:, 1],
+            None,  # fp4 scales of k and v
+            None,
+            self._block_table,
+            max_pages * self._page_size,
+            self._kv_lens.view(torch.uint32),
+            num_rows,
+            1.0,  # scale of k and v
+            self._semaphores.view(torch.uint32),
+            self._workspace,
+            True,  # programmatic dependent launch
+            1,  # query tokens of a row
+            None,  # mask
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Extend:
+    """Chunks through one FlashInfer part, decode rows through a decode runner of their own.
+
+    Decode rows keep their split over the keys that way, however long they are. Runners other than Triton's write
+    every row they know, so theirs go through a buffer.
+    """
+
+    chunks: FlashInferPart
+    decode: Runner
+    num_rows: int
+
+    def prepare(self, rows: Rows) -> None:
+        self.chunks.prepare(rows)
+        self.decode.prepare(rows)
+
+    def run(self, q_THD: Tensor, kv_layer: Tensor, rows: Rows, scale: float, out_THD: Tensor) -> None:
+        self.chunks.run(q_THD, kv_layer, scale, out_THD)
+        if isinstance(self.decode, TritonDecode):
+            self.decode.run(q_THD, kv_layer, rows, scale, out_THD)
+            return
+        some_RHD = torch.empty_like(out_THD[: self.num_rows])
+        self.decode.run(q_THD[: self.num_rows], kv_layer, rows, scale, some_RHD)
+        attention_triton.copy_decode_rows(some_RHD, rows.row_lens_R, rows.row_offsets_R, out_THD)
