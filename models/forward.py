@@ -1,0 +1,137 @@
+"""From step inputs to logits: page table, token feedback, embedding, layers, LM head. Traced;
+mutates the state.
+
+Built from three kinds of pieces (embed, layer, head), so that an engine may compile each alone.
+Knows nothing of sampling.
+
+Legend: T tokens, L logit rows, E hidden, D head dim, V vocab, W this rank's share of the vocab.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from models.config import ModelConfig
+from models.inputs import KVCache, StepInputs, StepState, TensorParallel
+from models.layers import Family, Params, Rows, decoder_layer, linear, rms_norm
+from models.ops.collectives import all_gather_last, all_reduce
+from models.param_spec import Tree
+from models.registry import family_of
+
+CompilePiece = Callable[[Callable[..., Any]], Callable[..., Any]]
+Backbone = Callable[[Tree, KVCache, StepState, StepInputs], tuple[Tensor, Tensor]]
+
+
+def as_is(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The compile_piece of one whole graph, or of none."""
+    return function
+
+
+def embed(
+    tp: TensorParallel, params: Tree, state: StepState, inputs: StepInputs
+) -> tuple[Tensor, Tensor]:
+    """Apply the page-table updates, put the last drawn ids in place of -1: (x_TE, rope_TD)."""
+    pages = (inputs.update_slots_U, inputs.update_columns_U)
+    state.page_table_SP.index_put_(pages, inputs.update_pages_U)
+    drawn_T = state.last_token_S[inputs.token_slots_T]
+    # A row whose logits were not finite drew -1: any id will do, the engine has ended the request.
+    ids_T = torch.where(inputs.token_ids_T < 0, drawn_T, inputs.token_ids_T).clamp(min=0)
+    return vocab_embedding(tp, params["embed"], ids_T), params["rope"][inputs.positions_T]
+
+
+def vocab_embedding(tp: TensorParallel, weight_WE: Tensor, ids_T: Tensor) -> Tensor:
+    """[T, E]; with several ranks each looks up the ids it holds, and the sum has them all."""
+    if tp.size == 1:
+        return F.embedding(ids_T, weight_WE)
+    local_T = ids_T - tp.rank * weight_WE.shape[0]
+    held_T = (local_T >= 0) & (local_T < weight_WE.shape[0])
+    x_TE = F.embedding(torch.where(held_T, local_T, 0), weight_WE)
+    return all_reduce(torch.where(held_T[:, None], x_TE, 0), tp.size, tp.group)
+
+
+def lm_logits(
+    model: ModelConfig,
+    tp: TensorParallel,
+    params: Tree,
+    x_TE: Tensor,
+    residual_TE: Tensor,
+    inputs: StepInputs,
+) -> Tensor:
+    """[L, V] of the tokens whose logits are needed, on every rank; sampling casts as it reads."""
+    tokens_L = inputs.logit_tokens_L
+    x_LE = rms_norm(x_TE[tokens_L] + residual_TE[tokens_L], params["final_norm"], model.norm_eps)
+    head_WE = params["embed"] if model.tie_embeddings else params["lm_head"]
+    logits_LW = linear(x_LE, head_WE)
+    return all_gather_last(logits_LW, tp.size, tp.group)[:, : model.vocab_size]
+
+
+def make_backbone(
+    model: ModelConfig, tp: TensorParallel, kind: str, compile_piece: CompilePiece = as_is
+) -> Backbone:
+    """(params, kv_cache, state, inputs) -> (x_TE, residual_TE) after all layers; their sum is the
+    hidden state.
+
+    Args:
+        model: the configuration.
+        tp: this rank's place.
+        kind: "decode" or "extend".
+        compile_piece: applied once to the embedding and once to a layer of each window.
+    """
+    family = family_of(model.architecture)
+    embed_piece = compile_piece(_embed_piece(tp))
+    layer_pieces = {
+        window: compile_piece(_layer_piece(model, family, tp, window, kind))
+        for window in sorted(set(model.layer_windows))
+    }
+
+    def backbone(
+        params: Tree, kv_cache: KVCache, state: StepState, inputs: StepInputs
+    ) -> tuple[Tensor, Tensor]:
+        x_TE, rope_TD = embed_piece(params, state, inputs)
+        residual_TE = torch.zeros_like(x_TE)
+        rows = Rows(
+            inputs.kv_slots_T,
+            state.page_table_SP,
+            inputs.row_slots_R,
+            inputs.row_starts_R,
+            inputs.row_lens_R,
+            inputs.row_offsets_R,
+        )
+        for p, kv_layer, window in zip(
+            params["layers"], kv_cache.layers, model.layer_windows, strict=True
+        ):
+            layer = layer_pieces[window]
+            x_TE, residual_TE = layer(p, x_TE, residual_TE, rope_TD, kv_layer, rows)
+        return x_TE, residual_TE
+
+    return backbone
+
+
+def _embed_piece(tp: TensorParallel) -> Callable[..., tuple[Tensor, Tensor]]:
+    def embed_step(params: Tree, state: StepState, inputs: StepInputs) -> tuple[Tensor, Tensor]:
+        return embed(tp, params, state, inputs)
+
+    return embed_step
+
+
+def _layer_piece(
+    model: ModelConfig, family: Family, tp: TensorParallel, window: int, kind: str
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    def layer_step(
+        p: Params,
+        x_TE: Tensor,
+        residual_TE: Tensor,
+        rope_TD: Tensor,
+        kv_layer: Tensor,
+        rows: Rows,
+    ) -> tuple[Tensor, Tensor]:
+        return decoder_layer(
+            model, family, tp, window, kind, p, x_TE, residual_TE, rope_TD, kv_layer, rows
+        )
+
+    return layer_step

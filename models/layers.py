@@ -1,0 +1,223 @@
+"""The layers that all families share: pure functions of tensors and static configuration.
+
+Knows nothing of checkpoints, of buckets or of which layer it is called for.
+
+Legend: T tokens, R rows, S slots, P page-table columns, H query heads, K kv heads, D head dim, E
+hidden, F ffn, V vocab; heads and ffn are this rank's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from models.config import ModelConfig
+from models.inputs import TensorParallel
+from models.ops.attention import paged_attention
+from models.ops.collectives import all_reduce
+from models.ops.kv_write import kv_write
+from models.param_spec import ParamSpec, Part
+from models.sharding import local_heads
+
+Params = dict[str, Tensor]
+LayerSpecs = dict[str, ParamSpec]
+
+
+class Rows(NamedTuple):
+    """What attention needs to know of a step; see models.inputs.StepInputs and StepState."""
+
+    kv_slots_T: Tensor
+    page_table_SP: Tensor
+    row_slots_R: Tensor
+    row_starts_R: Tensor
+    row_lens_R: Tensor
+    row_offsets_R: Tensor
+
+
+class Family(NamedTuple):
+    """In what a family of models differs from the layers here.
+
+    Attributes:
+        layer_specs: parameters of one layer: (model, dtype, name prefix in the checkpoint, layer
+            index).
+        heads: qkv [T, (H + 2K) * D] -> q_THD, k_TKD, v_TKD before the rotary embedding.
+        feed_forward: [T, E] -> [T, E], summed over the ranks.
+    """
+
+    layer_specs: Callable[[ModelConfig, torch.dtype, str, int], LayerSpecs]
+    heads: Callable[[ModelConfig, TensorParallel, Params, Tensor], tuple[Tensor, Tensor, Tensor]]
+    feed_forward: Callable[[ModelConfig, TensorParallel, Params, Tensor], Tensor]
+
+
+def linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [..., in] @ w [out, in].T + bias [out]. The one place where a matrix is applied."""
+    return F.linear(x, w, bias)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dim, in float32 (Zhang, Sennrich 2019)."""
+    x_float = x.float()
+    scale = torch.rsqrt(x_float.pow(2).mean(-1, keepdim=True) + eps)
+    return (x_float * scale).to(x.dtype) * weight
+
+
+def apply_rope(x_THD: Tensor, rope_TD: Tensor) -> Tensor:
+    """Rotate the pairs (i, i + D/2) of each head by the token's angles.
+
+    Args:
+        x_THD: [T, heads, D].
+        rope_TD: float32 [T, D], cosines then sines (models.rope.rope_table).
+    """
+    cos, sin = rope_TD[:, None].chunk(2, -1)
+    low, high = x_THD.float().chunk(2, -1)
+    return torch.cat((low * cos - high * sin, high * cos + low * sin), -1).to(x_THD.dtype)
+
+
+def plain_heads(
+    model: ModelConfig, tp: TensorParallel, p: Params, qkv: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Split the fused projection into heads."""
+    num_heads, num_kv_heads = local_heads(model, tp)
+    head_dim = model.head_dim
+    sizes = [num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim]
+    q, k, v = torch.split(qkv, sizes, -1)
+    return (
+        q.view(-1, num_heads, head_dim),
+        k.view(-1, num_kv_heads, head_dim),
+        v.view(-1, num_kv_heads, head_dim),
+    )
+
+
+def mlp(model: ModelConfig, tp: TensorParallel, p: Params, x_TE: Tensor) -> Tensor:
+    """down(silu(gate(x)) * up(x)), summed over the ranks (Shazeer 2020, SwiGLU)."""
+    gate_TF, up_TF = linear(x_TE, p["gate_up"], p.get("gate_up_bias")).chunk(2, -1)
+    return row_parallel(tp, p, "down", F.silu(gate_TF) * up_TF)
+
+
+def row_parallel(tp: TensorParallel, p: Params, name: str, x: Tensor) -> Tensor:
+    """A projection whose input is split over the ranks; the bias is added once, after the sum."""
+    y = all_reduce(linear(x, p[name]), tp.size, tp.group)
+    bias = p.get(name + "_bias")
+    return y if bias is None else y + bias
+
+
+def attention(
+    model: ModelConfig,
+    family: Family,
+    tp: TensorParallel,
+    window: int,
+    kind: str,
+    p: Params,
+    x_TE: Tensor,
+    rope_TD: Tensor,
+    kv_layer: Tensor,
+    rows: Rows,
+) -> Tensor:
+    """Project, rotate, write keys and values to their pages, attend, project back: [T, E]."""
+    qkv = linear(x_TE, p["qkv"], p.get("qkv_bias"))
+    q_THD, k_TKD, v_TKD = family.heads(model, tp, p, qkv)
+    q_THD, k_TKD = apply_rope(q_THD, rope_TD), apply_rope(k_TKD, rope_TD)
+    kv_write(k_TKD, v_TKD, kv_layer, rows.kv_slots_T)
+    o_THD = paged_attention(
+        q_THD,
+        kv_layer,
+        rows.page_table_SP,
+        rows.row_slots_R,
+        rows.row_starts_R,
+        rows.row_lens_R,
+        rows.row_offsets_R,
+        model.head_dim**-0.5,
+        window,
+        kind,
+    )
+    return row_parallel(tp, p, "o", o_THD.flatten(1))
+
+
+def decoder_layer(
+    model: ModelConfig,
+    family: Family,
+    tp: TensorParallel,
+    window: int,
+    kind: str,
+    p: Params,
+    x_TE: Tensor,
+    residual_TE: Tensor,
+    rope_TD: Tensor,
+    kv_layer: Tensor,
+    rows: Rows,
+) -> tuple[Tensor, Tensor]:
+    """One layer. The hidden state is x + residual; the sum is left to the next norm, which fuses
+    it.
+
+    Everything before `p` is static, so that one compile serves all layers of a window.
+    """
+    residual_TE = residual_TE + x_TE
+    x_TE = rms_norm(residual_TE, p["input_norm"], model.norm_eps)
+    x_TE = attention(model, family, tp, window, kind, p, x_TE, rope_TD, kv_layer, rows)
+    residual_TE = residual_TE + x_TE
+    x_TE = rms_norm(residual_TE, p["post_norm"], model.norm_eps)
+    return family.feed_forward(model, tp, p, x_TE), residual_TE
+
+
+def attention_specs(model: ModelConfig, dtype: torch.dtype, prefix: str) -> LayerSpecs:
+    """input_norm, qkv, qkv_bias?, o, o_bias?, post_norm of the layer named `prefix`."""
+    query, keys, embed = (
+        model.num_heads * model.head_dim,
+        model.num_kv_heads * model.head_dim,
+        model.hidden_size,
+    )
+    fused = (("q", query, "heads"), ("k", keys, "kv_heads"), ("v", keys, "kv_heads"))
+    name = prefix + "self_attn.{}_proj.{}"
+    specs = {
+        "input_norm": norm_spec(prefix + "input_layernorm.weight", embed, dtype),
+        "qkv": ParamSpec(
+            tuple(
+                Part(name.format(letter, "weight"), (size, embed), (axis, "embed"))
+                for letter, size, axis in fused
+            ),
+            dtype,
+        ),
+    }
+    if model.qkv_bias:
+        parts = (
+            Part(name.format(letter, "bias"), (size,), (axis,)) for letter, size, axis in fused
+        )
+        specs["qkv_bias"] = ParamSpec(tuple(parts), dtype, "zeros")
+    o = Part(name.format("o", "weight"), (embed, query), ("embed", "heads"))
+    specs["o"] = ParamSpec((o,), dtype)
+    if model.o_bias:
+        o_bias = Part(name.format("o", "bias"), (embed,), ("embed",))
+        specs["o_bias"] = ParamSpec((o_bias,), dtype, "zeros")
+    specs["post_norm"] = norm_spec(prefix + "post_attention_layernorm.weight", embed, dtype)
+    return specs
+
+
+def mlp_specs(model: ModelConfig, dtype: torch.dtype, prefix: str) -> LayerSpecs:
+    """gate_up, gate_up_bias?, down, down_bias? of the layer named `prefix`."""
+    ffn, embed = model.ffn_size, model.hidden_size
+    name = prefix + "mlp.{}_proj.{}"
+    gate_up = tuple(
+        Part(name.format(part, "weight"), (ffn, embed), ("ffn", "embed")) for part in ("gate", "up")
+    )
+    down = Part(name.format("down", "weight"), (embed, ffn), ("embed", "ffn"))
+    specs = {"gate_up": ParamSpec(gate_up, dtype), "down": ParamSpec((down,), dtype)}
+    if model.mlp_bias:
+        biases = tuple(Part(name.format(part, "bias"), (ffn,), ("ffn",)) for part in ("gate", "up"))
+        specs["gate_up_bias"] = ParamSpec(biases, dtype, "zeros")
+        down_bias = Part(name.format("down", "bias"), (embed,), ("embed",))
+        specs["down_bias"] = ParamSpec((down_bias,), dtype, "zeros")
+    return specs
+
+
+def layer_specs(model: ModelConfig, dtype: torch.dtype, prefix: str, layer: int) -> LayerSpecs:
+    """Parameters of a layer with attention and a gated MLP."""
+    return attention_specs(model, dtype, prefix) | mlp_specs(model, dtype, prefix)
+
+
+def norm_spec(source: str, size: int, dtype: torch.dtype, axis: str = "embed") -> ParamSpec:
+    """The weight of an RMS norm."""
+    return ParamSpec((Part(source, (size,), (axis,)),), dtype, "ones")

@@ -1,0 +1,264 @@
+"""Operator of causal attention over paged keys and values: the fake, and the implementation in
+torch.
+
+The torch implementation is what a CPU serves with and what every other implementation is checked
+against. CUDA kernels register themselves on `paged_attention` from their own modules. Knows nothing
+of schedulers, layers or plans.
+
+Legend: T tokens of the step, R rows (a row is one request's tokens), G rows of a group, N pages, S
+key positions, H query heads, K kv heads, Q query heads per kv head, D head dim, P page-table
+columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# Keys and values that may be read in vain before it is cheaper to start another group: a group's
+# small operators take about 60 us, in which a core reads this much.
+_GROUP_BYTES = 512 * 1024
+
+
+@torch.library.custom_op("fullgraph::paged_attention", mutates_args=(), device_types="cpu")
+def paged_attention(
+    q_THD: Tensor,
+    kv_layer: Tensor,
+    page_table_SP: Tensor,
+    row_slots_R: Tensor,
+    row_starts_R: Tensor,
+    row_lens_R: Tensor,
+    row_offsets_R: Tensor,
+    scale: float,
+    window: int,
+    kind: str,
+) -> Tensor:
+    """softmax(scale * q @ k.T, over the positions the token sees) @ v, for each token of each row.
+
+    The token at position p of a row sees positions 0 .. p, with a window w only p - w + 1 .. p. All
+    of them are in the cache already, this step's own included. Query head h reads kv head h // (H /
+    K).
+
+    Args:
+        q_THD: [T, H, D], D contiguous.
+        kv_layer: [pages, 2, page_size, K, D], keys then values, contiguous.
+        page_table_SP: int32 [slots, P]; position p of a slot is in page table[slot, p //
+            page_size].
+        row_slots_R / row_starts_R / row_lens_R / row_offsets_R: int32 [R]: the row's slot, the
+            position of its first token, its number of tokens (0 for padding) and where they begin
+            in T.
+        scale: of the dot products.
+        window: 0 for full attention.
+        kind: "decode" if every row has at most one token, else "extend"; kernels may choose by it.
+
+    Returns:
+        [T, H, D] like q, contiguous; zero for tokens of no row.
+    """
+    return reference_attention(
+        q_THD,
+        kv_layer,
+        page_table_SP,
+        row_slots_R,
+        row_starts_R,
+        row_lens_R,
+        row_offsets_R,
+        scale,
+        window,
+    )
+
+
+@paged_attention.register_fake
+def _(
+    q_THD: Tensor,
+    kv_layer: Tensor,
+    page_table_SP: Tensor,
+    row_slots_R: Tensor,
+    row_starts_R: Tensor,
+    row_lens_R: Tensor,
+    row_offsets_R: Tensor,
+    scale: float,
+    window: int,
+    kind: str,
+) -> Tensor:
+    return q_THD.new_empty(q_THD.shape)
+
+
+class _Row(NamedTuple):
+    """A row: its slot, its tokens [offset, offset + length), the positions [first, end) it reads."""
+
+    slot: int
+    offset: int
+    length: int
+    first: int
+    end: int
+
+
+def reference_attention(
+    q_THD: Tensor,
+    kv_layer: Tensor,
+    page_table_SP: Tensor,
+    row_slots_R: Tensor,
+    row_starts_R: Tensor,
+    row_lens_R: Tensor,
+    row_offsets_R: Tensor,
+    scale: float,
+    window: int,
+) -> Tensor:
+    """`paged_attention` in torch, on any device (on a GPU it waits for the row sizes)."""
+    page_size = kv_layer.shape[2]
+    rows = []
+    for slot, start, length, offset in zip(
+        row_slots_R.tolist(),
+        row_starts_R.tolist(),
+        row_lens_R.tolist(),
+        row_offsets_R.tolist(),
+        strict=True,
+    ):
+        if length:
+            seen = max(0, start - window + 1) if window else 0
+            rows.append(_Row(slot, offset, length, seen // page_size * page_size, start + length))
+    singles = [row for row in rows if row.length == 1]
+    if len(singles) == len(q_THD):
+        groups = _groups(singles, kv_layer)
+        if len(groups) == 1 and [row.offset for row in singles] == list(range(len(singles))):
+            return _decode(q_THD, kv_layer, page_table_SP, singles, scale, window)
+    o_THD = q_THD.new_zeros(q_THD.shape)
+    for row in rows:
+        if row.length > 1:
+            tokens = slice(row.offset, row.offset + row.length)
+            o_THD[tokens] = _chunk(q_THD[tokens], kv_layer, page_table_SP, row, scale, window)
+    for group in _groups(singles, kv_layer):
+        tokens_G = torch.tensor([row.offset for row in group], device=q_THD.device)
+        o_THD[tokens_G] = _decode(q_THD[tokens_G], kv_layer, page_table_SP, group, scale, window)
+    return o_THD
+
+
+def _groups(rows: Sequence[_Row], kv_layer: Tensor) -> list[list[_Row]]:
+    """Rows of similar length together: a group is padded to its longest row."""
+    if not rows:
+        return []
+    token_bytes = 2 * kv_layer.stride(2) * kv_layer.element_size()
+    ordered = sorted(rows, key=lambda row: row.first - row.end)
+    longest = ordered[0].end - ordered[0].first
+    groups: list[list[_Row]] = [[]]
+    for index, row in enumerate(ordered):
+        length = row.end - row.first
+        # Every row from here on would be padded by at least this much.
+        if (longest - length) * (len(ordered) - index) * token_bytes > _GROUP_BYTES:
+            groups.append([])
+            longest = length
+        groups[-1].append(row)
+    # A single group keeps the order it came in, so that nothing has to be gathered.
+    return groups if len(groups) > 1 else [list(rows)]
+
+
+def _gather(kv_layer: Tensor, pages_N: Tensor) -> Tensor:
+    """Keys and values of the pages, copied: [2, N * page_size, K, D]."""
+    _, _, page_size, num_kv_heads, head_dim = kv_layer.shape
+    key_pages_N = pages_N * 2
+    halves = torch.cat((key_pages_N, key_pages_N + 1))
+    flat = kv_layer.view(-1, page_size * num_kv_heads * head_dim).index_select(0, halves)
+    return flat.view(2, -1, num_kv_heads, head_dim)
+
+
+def _chunk(
+    q_THD: Tensor, kv_layer: Tensor, page_table_SP: Tensor, row: _Row, scale: float, window: int
+) -> Tensor:
+    """One row of several tokens: [T, H, D]."""
+    page_size = kv_layer.shape[2]
+    num_tokens, _, head_dim = q_THD.shape
+    columns = slice(row.first // page_size, -(-row.end // page_size))
+    length = row.end - row.first
+    kv_2SKD = _gather(kv_layer, page_table_SP[row.slot, columns])[:, :length]
+    num_kv_heads = kv_2SKD.shape[2]
+    q_KQTD = q_THD.view(num_tokens, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
+    k_KQSD, v_KQSD = kv_2SKD.permute(0, 2, 1, 3)[:, :, None].expand(
+        2, num_kv_heads, q_KQTD.shape[1], length, head_dim
+    )
+    mask_TS = None
+    if length != num_tokens or window:
+        positions_S = torch.arange(length, device=q_THD.device)
+        positions_T = positions_S[-num_tokens:, None]
+        mask_TS = positions_S <= positions_T
+        if window:
+            mask_TS &= positions_S > positions_T - window
+    o_KQTD = F.scaled_dot_product_attention(
+        q_KQTD, k_KQSD, v_KQSD, attn_mask=mask_TS, is_causal=mask_TS is None, scale=scale
+    )
+    return o_KQTD.permute(2, 0, 1, 3).reshape(q_THD.shape)
+
+
+def _decode(
+    q_GHD: Tensor,
+    kv_layer: Tensor,
+    page_table_SP: Tensor,
+    rows: Sequence[_Row],
+    scale: float,
+    window: int,
+) -> Tensor:
+    """Rows of one token each, padded to the longest: [G, H, D], contiguous.
+
+    The query heads of a kv head stand where query positions usually do: no key or value is
+        repeated.
+    """
+    num_rows, _, head_dim = q_GHD.shape
+    num_kv_heads = kv_layer.shape[3]
+    kv_2GSKD, mask = _padded_kv(kv_layer, page_table_SP, rows, window)
+    k_GKSD, v_GKSD = kv_2GSKD.transpose(2, 3)
+    q_GKQD = q_GHD.view(num_rows, num_kv_heads, -1, head_dim)
+    o_GKQD = F.scaled_dot_product_attention(q_GKQD, k_GKSD, v_GKSD, attn_mask=mask, scale=scale)
+    return o_GKQD.reshape(q_GHD.shape).contiguous()
+
+
+def _padded_kv(
+    kv_layer: Tensor, page_table_SP: Tensor, rows: Sequence[_Row], window: int
+) -> tuple[Tensor, Tensor | None]:
+    """([2, G, S, K, D], bool mask [G, 1, 1, S] of what a row sees or None for all of it)."""
+    page_size = kv_layer.shape[2]
+    device = kv_layer.device
+    lengths = [row.end - row.first for row in rows]
+    longest = max(lengths)
+    num_pages = -(-longest // page_size)
+    slots_G = torch.tensor([row.slot for row in rows], device=device)
+    if len(rows) == 1 or all(row.first == 0 for row in rows):
+        first = rows[0].first // page_size
+        pages_GN = page_table_SP[:, first : first + num_pages].index_select(0, slots_G)
+    else:
+        firsts_G = torch.tensor([row.first // page_size for row in rows], device=device)
+        columns_GN = firsts_G[:, None] + torch.arange(num_pages, device=device)
+        columns_GN = columns_GN.clamp_(max=page_table_SP.shape[1] - 1)
+        pages_GN = page_table_SP[slots_G[:, None], columns_GN]
+    uniform = all(length == longest for length in lengths)
+    if not uniform:
+        # Past a row's own pages the table may hold anything: read the dummy page, which is zero.
+        pages_each_G = torch.tensor([-(-length // page_size) for length in lengths], device=device)
+        pages_GN = pages_GN * (torch.arange(num_pages, device=device) < pages_each_G[:, None])
+    kv_2GSKD = _gather(kv_layer, pages_GN.reshape(-1)).view(
+        2, len(rows), num_pages * page_size, *kv_layer.shape[3:]
+    )
+    starts = [max(0, length - window) if window else 0 for length in lengths]
+    if uniform:
+        return kv_2GSKD[:, :, starts[0] : longest], None
+    _clear_tails(kv_2GSKD, lengths, page_size)
+    positions_S = torch.arange(num_pages * page_size, device=device)
+    mask_GS = positions_S < torch.tensor(lengths, device=device)[:, None]
+    if window:
+        mask_GS &= positions_S >= torch.tensor(starts, device=device)[:, None]
+    return kv_2GSKD, mask_GS[:, None, None]
+
+
+def _clear_tails(kv_2GSKD: Tensor, lengths: Sequence[int], page_size: int) -> None:
+    """Zero what lies past each row's end in its last page: an old NaN would survive a mask."""
+    padded = kv_2GSKD.shape[2]
+    tails = [
+        row * padded + position
+        for row, length in enumerate(lengths)
+        for position in range(length, -(-length // page_size) * page_size)
+    ]
+    if tails:
+        index = torch.tensor(tails, device=kv_2GSKD.device)
+        kv_2GSKD.flatten(1, 2).index_fill_(1, index, 0)

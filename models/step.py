@@ -1,0 +1,87 @@
+"""step(params, kv_cache, state, sampling_state, grammar, inputs) -> StepOutputs: THE traced
+function.
+
+Forward pass and sampling in one graph. Knows nothing of buckets, compilers or devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+from torch import Tensor
+
+from models.config import ModelConfig
+from models.forward import CompilePiece, as_is, lm_logits, make_backbone
+from models.inputs import (
+    KVCache,
+    SamplingState,
+    StepInputs,
+    StepOutputs,
+    StepState,
+    TensorParallel,
+)
+from models.param_spec import Tree
+from models.sampling import sample
+
+Variant = Literal["plain", "full"]
+
+Step = Callable[
+    [Tree, KVCache, StepState, SamplingState | None, Tensor | None, StepInputs], StepOutputs
+]
+
+
+def make_step(
+    model: ModelConfig,
+    tp: TensorParallel,
+    variant: Variant,
+    kind: str,
+    max_logprobs: int,
+    compile_piece: CompilePiece = as_is,
+) -> Step:
+    """The step function of one kind and variant; everything given here is static.
+
+    Args:
+        model: the configuration.
+        tp: this rank's place.
+        variant: "plain" or "full", see models.sampling.
+        kind: "decode" (every row has one token) or "extend".
+        max_logprobs: alternatives reported by the full variant.
+        compile_piece: applied to the embedding, to a layer of each window, and to head and sampling
+            together; for an engine that compiles these pieces instead of the whole.
+
+    Returns:
+        A function of (params, kv_cache, state, sampling_state, grammar_LW, inputs). It mutates the
+        cache, the state and the sampling state. The last two are None where the variant is plain.
+    """
+    backbone = make_backbone(model, tp, kind, compile_piece)
+
+    def head(
+        params: Tree,
+        x_TE: Tensor,
+        residual_TE: Tensor,
+        state: StepState,
+        sampling_state: SamplingState | None,
+        grammar_LW: Tensor | None,
+        inputs: StepInputs,
+    ) -> StepOutputs:
+        logits_LV = lm_logits(model, tp, params, x_TE, residual_TE, inputs)
+        return sample(variant, logits_LV, inputs, state, sampling_state, grammar_LW, max_logprobs)
+
+    head_piece = compile_piece(head)
+
+    def step(
+        params: Tree,
+        kv_cache: KVCache,
+        state: StepState,
+        sampling_state: SamplingState | None,
+        grammar_LW: Tensor | None,
+        inputs: StepInputs,
+    ) -> StepOutputs:
+        x_TE, residual_TE = backbone(params, kv_cache, state, inputs)
+        outputs: StepOutputs = head_piece(
+            params, x_TE, residual_TE, state, sampling_state, grammar_LW, inputs
+        )
+        return outputs
+
+    return step
