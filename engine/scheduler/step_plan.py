@@ -1,0 +1,214 @@
+"""StepPlan: what is left of a step's budgets and what was put into it so far; build_batch() freezes it.
+
+Knows nothing of requests beyond their slots, and decides nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from engine.scheduler.batch import (
+    FLAGS,
+    FREQUENCY,
+    I32,
+    PRESENCE,
+    REPETITION,
+    ScheduledBatch,
+    SlotAdmission,
+)
+from engine.scheduler.limits import (
+    MIN_CHUNK_TOKENS,
+    SchedulerLimits,
+    chunk_cost,
+    tokens_within,
+)
+from engine.scheduler.slots import RequestState, SlotTables
+
+DRAW, DRAW_AND_DISCARD = -1, -2
+_NONE = np.zeros(0, np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens start .. stop of a request; logits are needed from position `logits_from` on (stop: none).
+
+    `last_target` is the target of the last token when it draws (DRAW or DRAW_AND_DISCARD), else None.
+    """
+
+    state: RequestState
+    slot: int
+    start: int
+    stop: int
+    logits_from: int
+    last_target: int | None
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One step being put together.
+
+    Attributes:
+        decode_slots / decode_positions: int32 [rows], in row order.
+        blocked: pages ran out, so nothing new starts in this step.
+    """
+
+    limits: SchedulerLimits
+    step: int
+    decode_slots: I32 = field(default_factory=lambda: _NONE)
+    decode_positions: I32 = field(default_factory=lambda: _NONE)
+    chunks: list[Chunk] = field(default_factory=list)
+    admissions: list[SlotAdmission] = field(default_factory=list)
+    blocked: bool = False
+    tokens_left: int = 0
+    logits_left: int = 0
+    updates_left: int = 0
+    cost_left: float = 0.0
+    updates: list[tuple[I32, I32, I32]] = field(default_factory=list)
+    num_updates: int = 0
+
+    def set_decode_rows(self, slots: I32, positions: I32) -> None:
+        """The step's decode rows, before anything else; starts the budgets."""
+        limits, rows = self.limits, len(slots)
+        self.decode_slots, self.decode_positions = slots, positions
+        self.tokens_left = limits.max_step_tokens - rows
+        self.logits_left = limits.max_logit_rows - rows
+        self.updates_left = limits.max_page_updates - self.num_updates
+        context = int(positions.sum()) if rows else 0
+        self.cost_left = limits.step_budget - rows - context / limits.context_unit
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.chunks and not len(self.decode_slots)
+
+    def affordable(self, start: int) -> int:
+        """Tokens that a chunk from position `start` may have."""
+        count = tokens_within(start, self.cost_left, self.limits.context_unit)
+        if not self.chunks:
+            count = max(count, MIN_CHUNK_TOKENS)
+        return min(count, self.tokens_left)
+
+    def add_updates(self, slots: I32, columns: I32, pages: I32) -> None:
+        self.updates.append((slots, columns, pages))
+        self.num_updates += len(pages)
+        self.updates_left -= len(pages)
+
+    def add_columns(self, slot: int, start: int, pages: I32) -> None:
+        """Updates of consecutive columns of one slot."""
+        count = len(pages)
+        if count:
+            columns = np.arange(start, start + count, dtype=np.int32)
+            self.add_updates(np.full(count, slot, np.int32), columns, pages)
+
+    def add_chunk(self, chunk: Chunk) -> None:
+        self.chunks.append(chunk)
+        count = chunk.stop - chunk.start
+        self.tokens_left -= count
+        self.logits_left -= chunk.stop - chunk.logits_from
+        self.cost_left -= chunk_cost(chunk.start, count, self.limits.context_unit)
+
+    def spare_updates(self) -> int:
+        """Page-table updates that this step can still carry."""
+        if self.chunks:
+            return self.updates_left
+        return len(self.decode_slots) - self.num_updates
+
+
+def build_batch(plan: StepPlan, tables: SlotTables) -> ScheduledBatch:
+    """The frozen batch of a plan."""
+    slots, positions = plan.decode_slots, plan.decode_positions
+    page_size, num_decode = plan.limits.page_size, len(slots)
+    rows = _Rows(
+        token_ids=[np.full(num_decode, -1, np.int32)],
+        positions=[positions],
+        token_slots=[slots],
+        row_slots=[slots],
+        row_starts=[positions],
+        row_lens=[np.ones(num_decode, np.int32)],
+        logit_tokens=[np.arange(num_decode, dtype=np.int32)],
+        logit_slots=[slots],
+        logit_targets=[np.full(num_decode, DRAW, np.int32)],
+        logit_positions=[positions + 1],
+    )
+    offset = num_decode
+    for chunk in plan.chunks:
+        _add_chunk_rows(rows, chunk, tables, offset)
+        offset += chunk.stop - chunk.start
+    joined = {name: _join(parts) for name, parts in rows.parts().items()}
+    columns = joined["positions"] // page_size
+    pages = tables.page_table[joined["token_slots"], columns]
+    kv_slots = pages * page_size + (joined["positions"] - columns * page_size)
+    floats, ints, full = tables.sampling_rows(joined["logit_slots"], joined["logit_positions"])
+    if plan.chunks:
+        scored = joined["logit_targets"] != DRAW
+        if scored.any():
+            # The prompt is scored as the model sees it: no penalty, nothing masked, nothing counted.
+            ints[scored, FLAGS] = 0
+            floats[scored, REPETITION] = 1
+            floats[np.ix_(scored, (FREQUENCY, PRESENCE))] = 0
+    return ScheduledBatch(
+        step=plan.step,
+        kind="extend" if plan.chunks else "decode",
+        variant="full" if full else "plain",
+        num_decode_rows=num_decode,
+        kv_slots=kv_slots,
+        sampling_floats=floats,
+        sampling_ints=ints,
+        update_slots=_join([part[0] for part in plan.updates]),
+        update_columns=_join([part[1] for part in plan.updates]),
+        update_pages=_join([part[2] for part in plan.updates]),
+        admissions=tuple(plan.admissions),
+        **joined,
+    )
+
+
+@dataclass(slots=True)
+class _Rows:
+    """Parts of a batch's arrays, decode rows first."""
+
+    token_ids: list[I32]
+    positions: list[I32]
+    token_slots: list[I32]
+    row_slots: list[I32]
+    row_starts: list[I32]
+    row_lens: list[I32]
+    logit_tokens: list[I32]
+    logit_slots: list[I32]
+    logit_targets: list[I32]
+    logit_positions: list[I32]
+
+    def parts(self) -> dict[str, list[I32]]:
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+def _add_chunk_rows(rows: _Rows, chunk: Chunk, tables: SlotTables, offset: int) -> None:
+    """Append one chunk, whose first token is token `offset` of the step."""
+    slot, start, stop = chunk.slot, chunk.start, chunk.stop
+    ids = tables.tokens[slot]
+    rows.token_ids.append(ids[start:stop].copy())
+    rows.positions.append(np.arange(start, stop, dtype=np.int32))
+    rows.token_slots.append(np.full(stop - start, slot, np.int32))
+    rows.row_slots.append(np.array([slot], np.int32))
+    rows.row_starts.append(np.array([start], np.int32))
+    rows.row_lens.append(np.array([stop - start], np.int32))
+    count = stop - chunk.logits_from
+    if count == 0:
+        return
+    scored = np.arange(chunk.logits_from, stop, dtype=np.int32)
+    targets = np.empty(count, np.int32)
+    if chunk.last_target is None:
+        targets[:] = ids[chunk.logits_from + 1 : stop + 1]
+    else:
+        targets[:-1] = ids[chunk.logits_from + 1 : stop]
+        targets[-1] = chunk.last_target
+    rows.logit_tokens.append(scored - (start - offset))
+    rows.logit_slots.append(np.full(count, slot, np.int32))
+    rows.logit_targets.append(targets)
+    rows.logit_positions.append(scored + 1)
+
+
+def _join(parts: list[I32]) -> I32:
+    if len(parts) == 1:
+        return parts[0]
+    return np.concatenate(parts) if parts else _NONE

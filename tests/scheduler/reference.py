@@ -1,0 +1,108 @@
+"""A fake model whose next token depends on every token before it, and what each request must come to.
+
+The hash of a prefix stands for the keys and values of its last token: as in a model, they depend on all tokens so far.
+Whatever is shared, recomputed or overwritten wrongly changes a hash, and with it the tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.request import EngineRequest
+
+VOCAB = 23
+MAX_LOGPROBS = 4
+_MODULUS = (1 << 61) - 1
+_SEED = 1469598103934665603
+# About one prefix in this many has no finite logits.
+FAILURE_RATE = 151
+
+
+def extend_hash(before: int, token: int) -> int:
+    """Hash of a prefix with one token more."""
+    return (before * 1099511628211 + token + 17) % _MODULUS
+
+
+def prefix_hash(tokens: list[int]) -> int:
+    value = _SEED
+    for token in tokens:
+        value = extend_hash(value, token)
+    return value
+
+
+def empty_hash() -> int:
+    return _SEED
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Everything a draw depends on besides the prefix."""
+
+    seed_lo: int
+    position: int
+    greedy: bool
+    bias: tuple[int, ...]
+    masked: frozenset[int]
+
+
+def fails(prefix: int) -> bool:
+    """Whether the logits after this prefix are not finite."""
+    return (prefix >> 7) % FAILURE_RATE == 0
+
+
+def next_token(prefix: int, draw: Draw) -> int:
+    """The token drawn after a prefix; -1 when its logits are not finite."""
+    if fails(prefix):
+        return -1
+    value = prefix >> 3
+    if not draw.greedy:
+        value += draw.seed_lo * 31 + draw.position * 7
+    token = (value + sum(draw.bias)) % VOCAB
+    while token in draw.masked:
+        token = (token + 1) % VOCAB
+    return token
+
+
+def logprob(prefix: int, token: int) -> float:
+    """Exact in float32."""
+    return -float((prefix ^ (token * 7919)) % 4096) / 16
+
+
+def top_ids(prefix: int) -> list[int]:
+    return [(prefix + rank) % VOCAB for rank in range(MAX_LOGPROBS)]
+
+
+@dataclass
+class Expected:
+    """What a request must produce. `reason`: "stop", "length" or "failed"."""
+
+    tokens: list[int]
+    reason: str
+    stop_id: int
+
+
+def run_alone(request: EngineRequest) -> Expected:
+    """The reference: one request, nothing shared, token by token."""
+    tokens = list(request.prompt_ids)
+    if request.prompt_logprobs >= 0 and any(
+        fails(prefix_hash(tokens[:end])) for end in range(1, len(tokens) + 1)
+    ):
+        return Expected([], "failed", -1)
+    if request.max_tokens == 0:
+        return Expected([], "failed" if fails(prefix_hash(tokens)) else "length", -1)
+    output: list[int] = []
+    while True:
+        masked = request.stop_ids if len(output) < request.min_tokens else []
+        draw = Draw(
+            request.seed & 0xFFFF, len(tokens), request.temperature < 1e-5,
+            tuple(request.logit_bias), frozenset(masked),
+        )  # fmt: skip
+        token = next_token(prefix_hash(tokens), draw)
+        if token < 0:
+            return Expected(output, "failed", -1)
+        tokens.append(token)
+        output.append(token)
+        if token in request.stop_ids:
+            return Expected(output, "stop", token)
+        if len(output) >= request.max_tokens:
+            return Expected(output, "length", -1)
