@@ -249,8 +249,15 @@ def validate(cls: type[Config], tree: Tree, source: str, origins: Mapping[str, s
         return cls.model_validate(sections)
     except ValidationError as error:
         problems = key_problems(error, cls)
-        lines = [f"{origins.get(problem.key, source)}: {problem}" for problem in problems]
-    raise ConfigError("\n".join(lines))
+    raise ConfigError("\n".join(f"{_origin(p.key, source, origins)}: {p}" for p in problems))
+
+
+def _origin(key: str, source: str, origins: Mapping[str, str]) -> str:
+    """Where a key's value was written: the last `--set` of it, of a part or of its section."""
+    for override, text in reversed(list(origins.items())):
+        if f"{key}.".startswith(f"{override}.") or override.startswith(f"{key}."):
+            return text
+    return source
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> EngineConfig:
@@ -268,6 +275,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> EngineConfig:
     for text in overrides:
         key, patch = apply_override(text)
         _merge(tree, _with_absolute_paths(patch, Path.cwd()))
+        origins.pop(key, None)
         origins[key] = f"--set {text}"
     return validate(EngineConfig, tree, str(path), origins)
 

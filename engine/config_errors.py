@@ -114,18 +114,18 @@ def _walk(loc: tuple[int | str, ...], root: type[BaseModel]) -> tuple[list[str],
 
 
 def _did_you_mean(parts: list[str], root: type[BaseModel]) -> str:
-    """A hint: a sibling that looks like the key, else any key that does, else the siblings."""
+    """A hint: a key of that very name elsewhere, else a sibling that looks like it, else any."""
     _, parent = _walk(tuple(parts[:-1]), root)
     siblings = list(parent.model_fields)
     prefix = "".join(f"{part}." for part in parts[:-1])
-    close = difflib.get_close_matches(parts[-1], siblings, n=1)
-    if close:
-        return f", did you mean {prefix}{close[0]}?"
     paths: dict[str, str] = {}
     for section, field in root.model_fields.items():
         options = field.annotation
         if isinstance(options, type) and issubclass(options, BaseModel):
             paths |= {name: f"{section}.{name}" for name in options.model_fields}
+    close = difflib.get_close_matches(parts[-1], siblings, n=1)
+    if close and parts[-1] not in paths:
+        return f", did you mean {prefix}{close[0]}?"
     close = difflib.get_close_matches(parts[-1], list(paths), n=1)
     if close:
         return f", did you mean {paths[close[0]]}?"

@@ -15,13 +15,14 @@ from typing import Literal, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 Mode = Literal["auto", "bar", "lines", "none"]
 _LINE_EVERY_S = 5.0
 
 
 class ProgressDisplay:
-    """Progress of several phases, each `done` of `total`. A context manager: leaving it ends the bars.
+    """Progress of several phases, each `done` of `total`; leaving the context ends the bars.
 
     Args:
         mode: auto: a bar where `stream` is a terminal, else lines.
@@ -35,11 +36,11 @@ class ProgressDisplay:
         # `bar` is kept where the stream is no terminal, for those who know better (a CI's log).
         self._console = Console(file=self._stream, force_terminal=terminal or None)
         self._bars = Progress(
-            TextColumn("{task.description:>10}"),
+            TextColumn("{task.description:>10}", markup=False),
             BarColumn(bar_width=30),
             TextColumn("{task.completed:.0f}/{task.total:.0f}"),
             TimeElapsedColumn(),
-            TextColumn("{task.fields[text]}"),
+            TextColumn("{task.fields[text]}", markup=False),
             console=self._console,
         )
         self._tasks: dict[str, TaskID] = {}
@@ -85,7 +86,7 @@ class ProgressDisplay:
             return
         table = Table("key", "value", title=title, title_justify="left", box=None)
         for name, value in rows.items():
-            table.add_row(name, value)
+            table.add_row(name, Text(value))
         self._console.print(table)
 
 

@@ -1,0 +1,180 @@
+"""The command line: its frozen help, its exit statuses, and what it must not import."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine import cli
+from engine.commands import bench, conversation
+from engine.errors import InvalidRequest, ModelError
+
+Write = Callable[..., Path]
+VERBS = ("", "serve", "warmup", "generate", "chat", "bench")
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_is_frozen(
+    root: Path, verb: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A change of the command line is a change of tests/data/help, seen in review."""
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit) as caught:
+        cli.main([verb, "--help"] if verb else ["--help"])
+    assert caught.value.code == 0
+    frozen = root / f"tests/data/help/{verb or 'fullgraph'}.txt"
+    assert capsys.readouterr().out == frozen.read_text()
+
+
+def test_parsing_imports_nothing_heavy() -> None:
+    program = (
+        "import sys\nfrom engine.cli import build_parser\nbuild_parser()\n"
+        "print(sorted({'torch', 'numpy', 'pydantic', 'fastapi', 'zmq', 'rich'} & set(sys.modules)))"
+    )
+    output = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert output.stdout.strip() == "[]"
+
+
+def test_the_module_is_the_command() -> None:
+    output = subprocess.run(
+        [sys.executable, "-m", "engine", "--help"], capture_output=True, text=True, check=True
+    )
+    assert output.stdout.startswith("usage: fullgraph ")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["fly", "x.yaml"],
+        ["serve"],
+        ["serve", "x.yaml", "y.yaml"],
+        ["serve", "x.yaml", "--port", "3"],
+        ["serve", "x.yaml", "--se", "a.b=c"],
+        ["generate", "x.yaml", "Hi", "--temperature", "0"],
+        ["bench", "x.yaml", "offline"],
+        ["warmup", "x.yaml", "--check", "--export", "f"],
+    ],
+)
+def test_wrong_words_are_a_usage_error(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(words)
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.startswith("usage: fullgraph")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["generate", "x.yaml", "a", "b", "--set", "k.v=1", "--set", "k.w=2"],
+        ["generate", "--set", "k.v=1", "x.yaml", "a", "--set", "k.w=2", "b"],
+        ["generate", "x.yaml", "--set", "k.v=1", "--set", "k.w=2", "a", "b"],
+    ],
+)
+def test_prompts_and_overrides_in_any_order(words: list[str]) -> None:
+    args = cli.parse(words)
+    assert args.config == Path("x.yaml")
+    assert args.prompts == ["a", "b"]
+    assert args.overrides == ["k.v=1", "k.w=2"]
+
+
+def test_warmups_files() -> None:
+    args = cli.parse(["warmup", "x.yaml", "--import", "f"])
+    assert (args.import_file, args.export_file, args.check) == (Path("f"), None, False)
+
+
+def run_with(monkeypatch: pytest.MonkeyPatch, error: BaseException | None, status: int = 0) -> int:
+    class Command:
+        @staticmethod
+        def run(args: Any) -> int:
+            if error is not None:
+                raise error
+            return status
+
+    monkeypatch.setattr(importlib, "import_module", lambda name: Command)
+    return cli.main(["serve", "x.yaml"])
+
+
+def test_exit_statuses(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_with(monkeypatch, None, 0) == 0
+    assert run_with(monkeypatch, None, 3) == 3
+    assert run_with(monkeypatch, KeyboardInterrupt()) == 130
+    assert capsys.readouterr().err == ""
+    assert run_with(monkeypatch, ModelError("no such folder: x")) == 2
+    assert capsys.readouterr().err == "fullgraph: no such folder: x\n"
+    with pytest.raises(ZeroDivisionError):  # a bug of ours keeps its traceback
+        run_with(monkeypatch, ZeroDivisionError())
+
+
+def test_a_broken_configuration_is_one_line_and_status_2(write_config: Write) -> None:
+    path = write_config("model: {path: x}\nkv: {page_size: 0}\n")
+    command = [sys.executable, "-m", "engine", "bench", "offline", str(path)]
+    output = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert output.returncode == 2 and output.stdout == ""
+    assert output.stderr == (f"fullgraph: {path}: kv.page_size: got 0, allowed: an integer >= 1\n")
+
+
+def test_bench_runs_the_program_with_the_same_words(
+    write_config: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "offline.py").write_text(
+        "import sys, pathlib\n"
+        "pathlib.Path(__file__).with_name('seen').write_text(' '.join(sys.argv[1:]))\n"
+        "sys.exit(7)\n"
+    )
+    monkeypatch.setattr(bench, "BENCH_FOLDER", tmp_path)
+    path = str(write_config("model: {path: org/name}\n"))
+    assert cli.main(["bench", "offline", path, "--set", "kv.page_size=8"]) == 7
+    assert (tmp_path / "seen").read_text() == f"{path} --set kv.page_size=8"
+    assert cli.main(["bench", "online", path]) == 2  # an installed wheel has no bench/
+
+
+def test_every_verb_has_its_module(root: Path) -> None:
+    for module in cli._COMMANDS.values():
+        assert (root / (module.replace(".", os.sep) + ".py")).is_file()
+
+
+def echo(history: list[list[dict[str, str]]]) -> conversation.Answer:
+    def answer(messages: list[dict[str, str]]) -> Any:
+        history.append(messages)
+        if messages[-1]["content"] == "too long":
+            raise InvalidRequest("the prompt has 9 tokens, the context 8")
+        yield "you said "
+        if messages[-1]["content"] == "stop":
+            raise KeyboardInterrupt
+        yield messages[-1]["content"]
+
+    return answer
+
+
+def test_chat_keeps_the_history(capsys: pytest.CaptureFixture[str]) -> None:
+    seen: list[list[dict[str, str]]] = []
+    lines = ["hello", "", "  again  ", "/reset", "new", "/what", "/exit", "never"]
+    conversation.converse(lines, echo(seen))
+    assert [[message["content"] for message in messages] for messages in seen] == [
+        ["hello"],
+        ["hello", "you said hello", "again"],
+        ["new"],
+    ]
+    assert [message["role"] for message in seen[1]] == ["user", "assistant", "user"]
+    assert capsys.readouterr().out == (
+        f"you said hello\nyou said again\nyou said new\n{conversation.HELP}\n"
+    )
+
+
+def test_chat_survives_ctrl_c_and_refusals(capsys: pytest.CaptureFixture[str]) -> None:
+    seen: list[list[dict[str, str]]] = []
+    conversation.converse(["stop", "too long", "more"], echo(seen))
+    assert [message["content"] for message in seen[-1]] == ["stop", "you said ", "more"]
+    assert "the prompt has 9 tokens" in capsys.readouterr().err
