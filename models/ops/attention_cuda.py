@@ -43,7 +43,9 @@ class Runner(Protocol):
     def prepare(self, rows: Rows) -> None:
         """Make the page lists of the step; called by its first layer."""
 
-    def run(self, q_THD: Tensor, kv_layer: Tensor, rows: Rows, scale: float, out_THD: Tensor) -> None:
+    def run(
+        self, q_THD: Tensor, kv_layer: Tensor, rows: Rows, scale: float, out_THD: Tensor
+    ) -> None:
         """Write the rows' attention into `out_THD`."""
 
 
@@ -66,6 +68,13 @@ def register(runners: dict[Key, Runner], first_layer: Tensor) -> None:
     _table.runners, _table.first_layer = dict(runners), first_layer.data_ptr()
 
 
+def runner(kind: str, num_tokens: int, window: int) -> Runner:
+    """The runner of a bucket and window; it is our own mistake if there is none."""
+    found = _table.runners.get((kind, num_tokens, window))
+    assert found is not None, f"no attention planned for {kind} {num_tokens}, window {window}"
+    return found
+
+
 def unregister() -> None:
     """Empty the table and let its buffers go."""
     _table.runners, _table.first_layer = {}, 0
@@ -84,15 +93,14 @@ def _paged_attention(
     window: int,
     kind: str,
 ) -> Tensor:
-    runner = _table.runners.get((kind, q_THD.shape[0], window))
-    assert runner is not None, f"no attention planned for {kind} {q_THD.shape[0]}, window {window}"
+    planned = runner(kind, q_THD.shape[0], window)
     rows = Rows(page_table_SP, row_slots_R, row_starts_R, row_lens_R, row_offsets_R)
     if kv_layer.data_ptr() == _table.first_layer:
-        runner.prepare(rows)
+        planned.prepare(rows)
     # A decode runner writes every row. In an extend step no one writes the padding's, which must be finite.
     empty = torch.empty if kind == "decode" else torch.zeros
     out_THD = empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
-    runner.run(q_THD, kv_layer, rows, scale, out_THD)
+    planned.run(q_THD, kv_layer, rows, scale, out_THD)
     return out_THD
 
 
@@ -127,7 +135,9 @@ class FlashInferPart:
     ) -> None:
         ints = {"dtype": torch.int32, "device": float_workspace.device}
         self.float_workspace, self.int_workspace = float_workspace, int_workspace
-        self.plan_info: Any = None  # what the last plan returned; the planner checks that it never changes
+        self.plan_info: Any = (
+            None  # what the last plan returned; the planner checks that it never changes
+        )
         self._run, self._backend, self._chunks, self._window = run, backend, chunks, window
         self._page_size = page_size
         self._qo_indptr = torch.arange(num_rows + 1, **ints)
@@ -187,7 +197,9 @@ class FlashInferDecode:
     def prepare(self, rows: Rows) -> None:
         self.part.prepare(rows)
 
-    def run(self, q_THD: Tensor, kv_layer: Tensor, rows: Rows, scale: float, out_THD: Tensor) -> None:
+    def run(
+        self, q_THD: Tensor, kv_layer: Tensor, rows: Rows, scale: float, out_THD: Tensor
+    ) -> None:
         self.part.run(q_THD, kv_layer, scale, out_THD)
 
 
@@ -234,13 +246,15 @@ class TritonDecode:
     ) -> None:
         self._num_rows, self._window, self._extend = num_rows, window, extend
         self._scratch = scratch
-        self._shape = attention_triton.decode_shape(num_rows, num_kv_heads, extend)
+        self.shape = attention_triton.decode_shape(num_rows, num_kv_heads, extend)
         self._pdl = supports_pdl(scratch.partial.device)
 
     def prepare(self, rows: Rows) -> None:
         """Nothing: the kernel reads the page table itself."""
 
-    def run(self, q_THD: Tensor, kv_layer: Tensor, rows: Rows, scale: float, out_THD: Tensor) -> None:
+    def run(
+        self, q_THD: Tensor, kv_layer: Tensor, rows: Rows, scale: float, out_THD: Tensor
+    ) -> None:
         attention_triton.decode(
             q_THD,
             kv_layer,
@@ -249,7 +263,7 @@ class TritonDecode:
             self._window,
             self._num_rows,
             self._extend,
-            self._shape,
+            self.shape,
             self._scratch.partial,
             self._scratch.stats,
             self._scratch.counters,
@@ -288,18 +302,20 @@ class XqaDecode:
         self._block_table = torch.zeros(num_rows, max_pages, **ints)
         self._kv_lens = torch.ones(num_rows, 1, **ints)
         self._semaphores, self._workspace = semaphores, workspace
-        self._num_programs = num_programs
+        self.num_programs = num_programs
 
     def prepare(self, rows: Rows) -> None:
         attention_triton.fill_block_table(
             *rows, self._page_size, self._block_table, self._kv_lens.view(-1)
         )
 
-    def run(self, q_THD: Tensor, kv_layer: Tensor, rows: Rows, scale: float, out_THD: Tensor) -> None:
+    def run(
+        self, q_THD: Tensor, kv_layer: Tensor, rows: Rows, scale: float, out_THD: Tensor
+    ) -> None:
         num_rows, max_pages = self._block_table.shape
         self._run(
             False,  # fp8 kernel
-            self._num_programs,
+            self.num_programs,
             kv_layer.shape[3],
             self._window,
             scale * math.sqrt(q_THD.shape[2]),  # it divides by sqrt(D) itself
@@ -340,7 +356,9 @@ class Extend:
         self.chunks.prepare(rows)
         self.decode.prepare(rows)
 
-    def run(self, q_THD: Tensor, kv_layer: Tensor, rows: Rows, scale: float, out_THD: Tensor) -> None:
+    def run(
+        self, q_THD: Tensor, kv_layer: Tensor, rows: Rows, scale: float, out_THD: Tensor
+    ) -> None:
         self.chunks.run(q_THD, kv_layer, scale, out_THD)
         if isinstance(self.decode, TritonDecode):
             self.decode.run(q_THD, kv_layer, rows, scale, out_THD)

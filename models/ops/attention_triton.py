@@ -87,10 +87,7 @@ def _page_lists_kernel(
     lens = tl.load(lens_ptr + rows, mask=inside, other=0)
     offsets = tl.load(offsets_ptr + rows, mask=inside, other=-1)
     decodes = (lens == 1) & (offsets == rows)
-    if CHUNKS:
-        kv_lens = tl.where(decodes, 0, starts + lens)
-    else:
-        kv_lens = tl.where(decodes, starts + 1, 1)
+    kv_lens = tl.where(decodes, 0, starts + lens) if CHUNKS else tl.where(decodes, starts + 1, 1)
     kv_lens = tl.where(inside, kv_lens, 0)
     pages = (kv_lens + PAGE - 1) // PAGE
     before = rows < row
@@ -173,7 +170,9 @@ def _block_table_kernel(
         tl.store(target, tl.where(is_decode, page, 0), mask=mask)
 
 
-def copy_decode_rows(source_RHD: Tensor, row_lens_R: Tensor, row_offsets_R: Tensor, out_THD: Tensor) -> None:
+def copy_decode_rows(
+    source_RHD: Tensor, row_lens_R: Tensor, row_offsets_R: Tensor, out_THD: Tensor
+) -> None:
     """out[r] = source[r] for every decode row r < len(source); both contiguous."""
     num_rows, heads, dim = source_RHD.shape
     width = heads * dim
@@ -395,7 +394,7 @@ def _decode_kernel(
                         K, G, D, SPLITS, BLOCK_S,
                     )  # fmt: skip
                     tl.store(counters_ptr + part, 0)
-    elif not EXTEND:
-        if split == 0:
+    elif not EXTEND:  # noqa: SIM102
+        if split == 0:  # not `and`: one is a constant, one is not
             zeros = tl.zeros([BLOCK_G, D], tl.float32)
             tl.store(out_ptr + out_at, zeros.to(out_ptr.dtype.element_ty), mask=heads)

@@ -156,7 +156,9 @@ def rms_norm(x_TE: Tensor, weight: Tensor, eps: float, out_TE: Tensor, pdl: bool
 
 
 @triton.jit
-def _rms_norm_kernel(x_ptr, weight_ptr, out_ptr, width, eps, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _rms_norm_kernel(
+    x_ptr, weight_ptr, out_ptr, width, eps, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
     token = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     mask = i < width

@@ -1,0 +1,93 @@
+"""A decoder layer made of few kernels, for decode steps on a GPU: the same function as layers.decoder_layer.
+
+Six operators a layer: norm + qkv, heads + KV write, attention, o + residual, norm + gate_up + SwiGLU, down + residual.
+The hidden state is one tensor here; there is no separate residual.
+
+Knows nothing of how many rows there are or which kernel they get.
+
+Legend: T tokens, H query heads, K kv heads, D head dim, E hidden.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from models.config import ModelConfig
+from models.inputs import TensorParallel
+from models.layers import Family, Params, Rows, mlp, row_parallel
+from models.ops.attention import paged_attention
+from models.ops.fused import qk_norm_rope_kv_write
+from models.ops.linear import Kernels, fused_linear
+from models.sharding import local_heads
+
+
+def can_fuse(family: Family) -> bool:
+    """Whether the family's layers are what is fused here: attention with optional q/k norms, and a gated MLP."""
+    return family.feed_forward is mlp
+
+
+def fused_decoder_layer(
+    model: ModelConfig,
+    tp: TensorParallel,
+    window: int,
+    kind: str,
+    kernels: Kernels,
+    p: Params,
+    x_TE: Tensor,
+    rope_TD: Tensor,
+    kv_layer: Tensor,
+    rows: Rows,
+) -> Tensor:
+    """One layer on the hidden state [T, E]."""
+    num_heads, num_kv_heads = local_heads(model, tp)
+    qkv = fused_linear(
+        x_TE, p["qkv"], p.get("qkv_bias"), p["input_norm"], model.norm_eps, False, None, kernels.pdl
+    )
+    q_THD = qk_norm_rope_kv_write(
+        qkv,
+        rope_TD,
+        p.get("q_norm"),
+        p.get("k_norm"),
+        model.norm_eps,
+        num_heads,
+        num_kv_heads,
+        model.head_dim,
+        kv_layer,
+        rows.kv_slots_T,
+        kernels.pdl,
+    )
+    o_THD = paged_attention(
+        q_THD,
+        kv_layer,
+        rows.page_table_SP,
+        rows.row_slots_R,
+        rows.row_starts_R,
+        rows.row_lens_R,
+        rows.row_offsets_R,
+        model.head_dim**-0.5,
+        window,
+        kind,
+    )
+    x_TE = _project(tp, kernels, p, "o", o_THD.flatten(1), x_TE)
+    mid_TF = fused_linear(
+        x_TE,
+        p["gate_up"],
+        p.get("gate_up_bias"),
+        p["post_norm"],
+        model.norm_eps,
+        True,
+        None,
+        kernels.pdl,
+    )
+    return _project(tp, kernels, p, "down", mid_TF, x_TE)
+
+
+def _project(
+    tp: TensorParallel, kernels: Kernels, p: Params, name: str, x: Tensor, residual_TE: Tensor
+) -> Tensor:
+    """Back to the hidden size, summed over the ranks and added to the residual."""
+    if tp.size > 1:
+        return residual_TE + row_parallel(tp, p, name, x)
+    return fused_linear(
+        x, p[name], p.get(name + "_bias"), None, 0.0, False, residual_TE, kernels.pdl
+    )

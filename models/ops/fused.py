@@ -1,0 +1,117 @@
+"""Operator between the fused projection and attention: q/k norm, rotary embedding, KV write, in one kernel.
+
+The CPU implementation is the reference. Knows nothing of layers. Triton's kernel is in fused_triton.py.
+
+Legend: T tokens, H query heads, K kv heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from models.ops.kv_write import kv_write
+
+try:
+    from models.ops import fused_triton
+except ImportError:  # no Triton: a CPU
+    fused_triton = None  # type: ignore[assignment]
+
+
+@torch.library.custom_op(
+    "fullgraph::qk_norm_rope_kv_write", mutates_args=("kv_layer",), device_types="cpu"
+)
+def qk_norm_rope_kv_write(
+    qkv: Tensor,
+    rope_TD: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    kv_layer: Tensor,
+    kv_slots_T: Tensor,
+    pdl: bool,
+) -> Tensor:
+    """Split the projection into heads, norm and rotate queries and keys, write keys and values to their pages.
+
+    Args:
+        qkv: [T, (H + 2 K) * D]: queries, keys, values; contiguous.
+        rope_TD: float32 [T, D]: cosines, then sines, of the token's position.
+        q_norm / k_norm: [D] weights of an RMS norm over each head, both or neither.
+        kv_layer: [pages, 2, page_size, K, D], contiguous; mutated.
+        kv_slots_T: int32 [T]: page * page_size + offset; -1 is not written.
+        pdl: programmatic dependent launch; no effect on a CPU.
+
+    Returns:
+        q_THD: [T, H, D], contiguous.
+    """
+    sizes = [num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim]
+    q_THD, k_TKD, v_TKD = (part.unflatten(1, (-1, head_dim)) for part in qkv.split(sizes, -1))
+    if q_norm is not None and k_norm is not None:
+        q_THD, k_TKD = _norm(q_THD, q_norm, eps), _norm(k_TKD, k_norm, eps)
+    kv_write(_rotate(k_TKD, rope_TD), v_TKD, kv_layer, kv_slots_T)
+    return _rotate(q_THD, rope_TD)
+
+
+@qk_norm_rope_kv_write.register_fake
+def _(
+    qkv: Tensor,
+    rope_TD: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    kv_layer: Tensor,
+    kv_slots_T: Tensor,
+    pdl: bool,
+) -> Tensor:
+    return qkv.new_empty((qkv.shape[0], num_heads, head_dim))
+
+
+@qk_norm_rope_kv_write.register_kernel("cuda")
+def _qk_norm_rope_kv_write_cuda(
+    qkv: Tensor,
+    rope_TD: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    kv_layer: Tensor,
+    kv_slots_T: Tensor,
+    pdl: bool,
+) -> Tensor:
+    assert fused_triton is not None, "CUDA tensors on a machine without Triton"
+    q_THD = torch.empty((qkv.shape[0], num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
+    fused_triton.heads(
+        qkv,
+        rope_TD,
+        q_norm,
+        k_norm,
+        eps,
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        kv_layer,
+        kv_slots_T,
+        q_THD,
+        pdl,
+    )
+    return q_THD
+
+
+def _norm(x_THD: Tensor, weight: Tensor, eps: float) -> Tensor:
+    x_float = x_THD.float()
+    scale = torch.rsqrt(x_float.pow(2).mean(-1, keepdim=True) + eps)
+    return (x_float * scale).to(x_THD.dtype) * weight
+
+
+def _rotate(x_THD: Tensor, rope_TD: Tensor) -> Tensor:
+    cos, sin = rope_TD[:, None].chunk(2, -1)
+    low, high = x_THD.float().chunk(2, -1)
+    return torch.cat((low * cos - high * sin, high * cos + low * sin), -1).to(x_THD.dtype)

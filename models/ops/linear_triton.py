@@ -1,0 +1,310 @@
+"""Triton kernels for matrices applied to few rows, with what comes before and after fused in.
+
+y = epilogue(prologue(x) @ w.T): the prologue may be an RMS norm, the epilogue a bias, SwiGLU or the residual sum. The
+norm costs nothing: its scale is one number a row, so it is applied to the dot product, and only its weight to x.
+
+Two kernels. `gemv` (one row) multiplies on CUDA cores, each program whole rows of w. `skinny` (2 to 64 rows) uses
+tensor cores with w as the tall side of the product, and cuts the inner dimension into parts if the outer one gives too
+few programs; the last program of a tile to finish adds the parts up, always in the same order.
+
+With programmatic dependent launch the weights are on their way (registers, or the L2 cache) before the kernel waits
+for the one before it.
+
+Knows nothing of torch.library or of which kernel is best when. Importing it needs Triton.
+
+Legend: M rows of x, N columns of y, K inner dimension.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+class Tiles(NamedTuple):
+    """A kernel's launch: columns of y and inner elements of a tile, parts of the inner dimension, pipeline, warps."""
+
+    block_n: int
+    block_k: int
+    split: int = 1
+    stages: int = 1
+    warps: int = 4
+
+
+class Workspace(NamedTuple):
+    """Scratch of `skinny`: float32 parts and int32 counters, which are zero between kernels."""
+
+    parts: Tensor
+    counters: Tensor
+
+    @classmethod
+    def of(cls, device: torch.device) -> Workspace:
+        """Enough for every launch that `fits`."""
+        return cls(
+            torch.empty(_PARTS, dtype=torch.float32, device=device),
+            torch.zeros(_COUNTERS, dtype=torch.int32, device=device),
+        )
+
+
+_PARTS, _COUNTERS = 8 << 20, 1 << 14
+
+
+def fits(num_rows: int, columns: int, act: bool, tiles: Tiles) -> bool:
+    """Whether the workspace holds a launch of `skinny`."""
+    programs = triton.cdiv(columns, tiles.block_n)
+    tile = (tiles.block_n * (2 if act else 1) + 1) * _rows_of(num_rows)
+    return programs <= _COUNTERS and programs * tiles.split * tile <= _PARTS
+
+
+def _rows_of(num_rows: int) -> int:
+    return max(16, triton.next_power_of_2(num_rows))
+
+
+def run(
+    x_MK: Tensor,
+    w_NK: Tensor,
+    bias_N: Tensor | None,
+    norm_K: Tensor | None,
+    eps: float,
+    act: bool,
+    residual_MN: Tensor | None,
+    y_MN: Tensor,
+    tiles: Tiles,
+    workspace: Workspace,
+    pdl: bool,
+) -> None:
+    """y = residual + silu_mul(bias + norm(x) @ w.T); each of the four may be absent. All contiguous.
+
+    Args:
+        w_NK: [N, K], or [2 N, K] if `act`: gate rows, then up rows.
+    """
+    num_rows, inner = x_MK.shape
+    columns = y_MN.shape[1]
+    operands = (
+        x_MK,
+        w_NK,
+        w_NK if bias_N is None else bias_N,
+        w_NK if norm_K is None else norm_K,
+        w_NK if residual_MN is None else residual_MN,
+        y_MN,
+    )
+    flags = {
+        "NORM": norm_K is not None,
+        "ACT": act,
+        "BIAS": bias_N is not None,
+        "RESIDUAL": residual_MN is not None,
+        "PDL": pdl,
+        "launch_pdl": pdl,
+        "num_warps": tiles.warps,
+    }
+    grid = (triton.cdiv(columns, tiles.block_n), tiles.split)
+    if num_rows == 1:
+        assert tiles.split == 1, tiles
+        _gemv_kernel[grid](
+            *operands, eps, N=columns, K=inner, BN=tiles.block_n, BK=tiles.block_k, **flags
+        )
+        return
+    assert fits(num_rows, columns, act, tiles), (num_rows, columns, tiles)
+    assert inner % (tiles.split * tiles.block_k) == 0, (inner, tiles)
+    _skinny_kernel[grid](
+        *operands,
+        workspace.parts,
+        workspace.counters,
+        eps,
+        num_rows,
+        N=columns,
+        K=inner,
+        BM=_rows_of(num_rows),
+        BN=tiles.block_n,
+        BK=tiles.block_k,
+        SPLIT=tiles.split,
+        STAGES=tiles.stages,
+        LINES=triton.next_power_of_2(max(1, inner // tiles.split // 64)),
+        **flags,
+    )
+
+
+@triton.jit
+def _gemv_kernel(
+    x_ptr, w_ptr, bias_ptr, norm_ptr, residual_ptr, y_ptr, eps,
+    N: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, NORM: tl.constexpr,
+    ACT: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    k = tl.arange(0, BK)
+    row = n[:, None].to(tl.int64) * K + k[None, :]
+    valid = (n < N)[:, None]
+    mask = valid & (k < K)[None, :]
+    # The first tile of weights is under way before the wait.
+    w = tl.load(w_ptr + row, mask=mask, other=0.0, eviction_policy="evict_first")
+    if ACT:
+        up = tl.load(w_ptr + N * K + row, mask=mask, other=0.0, eviction_policy="evict_first")
+    if NORM:
+        scale = tl.load(norm_ptr + k, mask=k < K, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    x = tl.load(x_ptr + k, mask=k < K, other=0.0).to(tl.float32)
+    if NORM:
+        squares = x * x
+        x = x * scale
+    acc = w.to(tl.float32) * x[None, :]
+    if ACT:
+        up_acc = up.to(tl.float32) * x[None, :]
+    for i in tl.range(BK, K, BK):
+        inside = k < K - i
+        mask = valid & inside[None, :]
+        w = tl.load(w_ptr + row + i, mask=mask, other=0.0, eviction_policy="evict_first")
+        x = tl.load(x_ptr + k + i, mask=inside, other=0.0).to(tl.float32)
+        if NORM:
+            squares += x * x
+            x = x * tl.load(norm_ptr + k + i, mask=inside, other=0.0).to(tl.float32)
+        acc += w.to(tl.float32) * x[None, :]
+        if ACT:
+            up = tl.load(
+                w_ptr + N * K + row + i, mask=mask, other=0.0, eviction_policy="evict_first"
+            )
+            up_acc += up.to(tl.float32) * x[None, :]
+    y = tl.sum(acc, 1)
+    inside = n < N
+    if NORM:
+        factor = tl.rsqrt(tl.sum(squares, 0) / K + eps)
+        y *= factor
+    if BIAS:
+        y += tl.load(bias_ptr + n, mask=inside, other=0.0).to(tl.float32)
+    if ACT:
+        z = tl.sum(up_acc, 1)
+        if NORM:
+            z *= factor
+        if BIAS:
+            z += tl.load(bias_ptr + N + n, mask=inside, other=0.0).to(tl.float32)
+        y = y * tl.sigmoid(y) * z
+    if RESIDUAL:
+        y += tl.load(residual_ptr + n, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y_ptr + n, y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _prefetch(ptr):
+    """Ask for the lines that `ptr` points at to be brought into the L2 cache."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [ptr],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _sum_parts(
+    acc,
+    parts_ptr,
+    m,
+    n,
+    BN: tl.constexpr,
+    BM: tl.constexpr,
+    SPLIT: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Sum over the parts of a tile [BN, BM], in order."""
+    at = n[:, None] * BM + m[None, :]
+    acc = tl.load(parts_ptr + at, cache_modifier=".cg")
+    for s in tl.static_range(1, SPLIT):
+        acc += tl.load(parts_ptr + s * ROWS * BM + at, cache_modifier=".cg")
+    return acc
+
+
+@triton.jit(do_not_specialize=["M"])
+def _skinny_kernel(
+    x_ptr, w_ptr, bias_ptr, norm_ptr, residual_ptr, y_ptr, parts_ptr, counters_ptr, eps, M,
+    N: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    SPLIT: tl.constexpr, STAGES: tl.constexpr, LINES: tl.constexpr, NORM: tl.constexpr,
+    ACT: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    part = tl.program_id(1)
+    KS: tl.constexpr = K // SPLIT
+    begin = part * KS
+    dn = tl.arange(0, BN)
+    n = tile * BN + dn
+    m = tl.arange(0, BM)
+    k = tl.arange(0, BK)
+    rows = n[:, None].to(tl.int64) * K + begin
+    valid = (n < N)[:, None]
+    w_at = rows + k[None, :]
+    x_at = m[None, :] * K + begin + k[:, None]
+    some = (m < M)[None, :]
+    if PDL:
+        line = tl.minimum(tl.arange(0, LINES), KS // 64 - 1)  # 64 elements: 128 bytes
+        ahead = tl.minimum(n, N - 1)[:, None].to(tl.int64) * K + begin + line[None, :] * 64
+        _prefetch(w_ptr + ahead)
+        if ACT:
+            _prefetch(w_ptr + N * K + ahead)
+        gdc_wait()
+        gdc_launch_dependents()
+    acc = tl.zeros([BN, BM], tl.float32)
+    up_acc = tl.zeros([BN, BM], tl.float32)
+    squares = tl.zeros([BM], tl.float32)
+    for i in tl.range(0, KS, BK, num_stages=STAGES):
+        w = tl.load(w_ptr + w_at + i, mask=valid, other=0.0, eviction_policy="evict_first")
+        x = tl.load(x_ptr + x_at + i, mask=some, other=0.0)
+        if NORM:
+            x_float = x.to(tl.float32)
+            squares += tl.sum(x_float * x_float, 0)
+            scale = tl.load(norm_ptr + begin + k + i).to(tl.float32)
+            x = (x_float * scale[:, None]).to(x.dtype)
+        acc = tl.dot(w, x, acc)
+        if ACT:
+            up = tl.load(
+                w_ptr + N * K + w_at + i, mask=valid, other=0.0, eviction_policy="evict_first"
+            )
+            up_acc = tl.dot(up, x, up_acc)
+    last = True
+    if SPLIT > 1:
+        ROWS: tl.constexpr = (2 * BN if ACT else BN) + 1
+        base = parts_ptr + tile * SPLIT * ROWS * BM
+        mine = base + part * ROWS * BM
+        at = dn[:, None] * BM + m[None, :]
+        tl.store(mine + at, acc)
+        if ACT:
+            tl.store(mine + BN * BM + at, up_acc)
+        if NORM:
+            tl.store(mine + (ROWS - 1) * BM + m, squares)
+        tl.debug_barrier()  # all threads' stores come before the release below
+        last = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel") == SPLIT - 1
+        if last:
+            tl.debug_barrier()
+            acc = _sum_parts(acc, base, m, dn, BN, BM, SPLIT, ROWS)
+            if ACT:
+                up_acc = _sum_parts(up_acc, base + BN * BM, m, dn, BN, BM, SPLIT, ROWS)
+            if NORM:
+                squares = tl.zeros([BM], tl.float32)
+                for s in tl.static_range(SPLIT):
+                    squares += tl.load(base + (s * ROWS + ROWS - 1) * BM + m, cache_modifier=".cg")
+            tl.store(counters_ptr + tile, 0)
+    if last:
+        mask = valid & some
+        y = acc
+        if NORM:
+            factor = tl.rsqrt(squares / K + eps)[None, :]
+            y *= factor
+        if BIAS:
+            y += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+        if ACT:
+            z = up_acc
+            if NORM:
+                z *= factor
+            if BIAS:
+                z += tl.load(bias_ptr + N + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+            y = y * tl.sigmoid(y) * z
+        y_at = m[None, :] * N + n[:, None]
+        if RESIDUAL:
+            y += tl.load(residual_ptr + y_at, mask=mask, other=0.0).to(tl.float32)
+        tl.store(y_ptr + y_at, y.to(y_ptr.dtype.element_ty), mask=mask)
