@@ -10,6 +10,7 @@ holds, as they do in a model. What was measured best goes into models/ops/linear
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import multiprocessing
@@ -157,9 +158,9 @@ def _compile(job: tuple[Matrix, int, Choice]) -> str | None:
     return None
 
 
-def compile_all(jobs: Sequence[tuple[Matrix, int, Choice]]) -> None:
+def compile_all(jobs: Sequence[tuple[Matrix, int, Choice]], workers: int) -> None:
     """Compile the candidates on all cores."""
-    workers = max(1, min(14, (os.cpu_count() or 2) - 1, len(jobs)))
+    workers = max(1, min(workers, (os.cpu_count() or 2) - 1, len(jobs)))
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
         for failure in pool.imap_unordered(_compile, jobs, chunksize=2):
             if failure:
@@ -215,7 +216,9 @@ def linear(args: argparse.Namespace) -> list[dict[str, Any]]:
         if choice is not None
     ]
     print(f"{len(jobs)} candidates", flush=True)
-    compile_all(jobs)
+    compile_all(jobs, args.workers)
+    if args.compile_only:
+        return []
     return [time_linear(m, rows, args.top) for m in matrices for rows in args.rows]
 
 
@@ -274,11 +277,11 @@ def attention_variants(
     programs = case.q_THD.shape[0] * case.shape.num_kv_heads
     splits = sorted({max(1, min(32, n // programs)) for n in (128, 256, 512, 1024, 2048)})
     for split in splits:
-        for block, stages, warps in ((64, 3, 4), (64, 5, 4), (128, 3, 4), (128, 5, 8), (32, 5, 4)):
+        for block, stages, warps in ((64, 3, 4), (64, 5, 4), (64, 5, 8), (128, 5, 8), (32, 7, 4)):
             yield "triton", attention_triton.DecodeShape(split, 64, block, stages, warps), 1
 
 
-def time_attention(case: Case, top: int, kernels: Sequence[str]) -> None:
+def time_attention(case: Case, top: int, kernels: Sequence[str], compile_only: bool) -> None:
     kv_len = int(case.batch.row_starts[0]) + 1
     floor = case.caches[0].nbytes / BANDWIDTH * 1e6
     results: list[tuple[float, str]] = []
@@ -303,13 +306,14 @@ def time_attention(case: Case, top: int, kernels: Sequence[str]) -> None:
             out = torch.empty_like(case.q_THD)
             scale = case.shape.head_dim**-0.5
             calls = [
-                lambda cache=cache, run=runner.run: run(case.q_THD, cache, case.rows, scale, out)
+                functools.partial(runner.run, case.q_THD, cache, case.rows, scale, out)
                 for cache in case.caches
             ]
             calls[0]()
             reference = out.clone() if reference is None else reference
             error = float((out - reference).float().norm() / reference.float().norm())
-            results.append((replay_us(calls), f"{label} err {error:.0e}"))
+            microseconds = 0.0 if compile_only else replay_us(calls)
+            results.append((microseconds, f"{label} err {error:.0e}"))
         except Exception as failure:
             print("failed:", label, str(failure)[:300], flush=True)
     results.sort()
@@ -329,7 +333,10 @@ def attention(args: argparse.Namespace) -> None:
         for kv_len in args.kv:
             if batch * kv_len <= args.most_tokens:
                 time_attention(
-                    make_case(batch, kv_len, heads, kv_heads, head_dim), args.top, args.kernels
+                    make_case(batch, kv_len, heads, kv_heads, head_dim),
+                    args.top,
+                    args.kernels,
+                    args.compile_only,
                 )
                 torch.cuda.empty_cache()
 
@@ -346,6 +353,8 @@ def main() -> None:
     parser.add_argument("--most-tokens", type=int, default=64 * 4096)
     parser.add_argument("--top", type=int, default=3)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--compile-only", action="store_true")
+    parser.add_argument("--workers", type=int, default=14)
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("bench.kernels needs a GPU")
