@@ -40,7 +40,6 @@ class EngineCore:
         self._overlap = overlap
         self._outputs = OutputProcessor(scheduler)
         self._in_flight: _InFlight | None = None
-        self._steps = {"decode": 0, "extend": 0}
 
     @property
     def has_work(self) -> bool:
@@ -63,14 +62,13 @@ class EngineCore:
         if not self._overlap:
             before, self._in_flight = self._in_flight, None
         if before is None:
-            return None, []
+            return None, self.scheduler.take_failed()
         return self._outputs.process(before.batch, before.pending.wait())
 
     def _launch(self) -> _InFlight | None:
         batch = self.scheduler.schedule()
         if batch is None:
             return None
-        self._steps[batch.kind] += 1
         return _InFlight(batch, self.worker.launch(batch))
 
     def stats(self, check: bool = False) -> Stats:
@@ -82,9 +80,8 @@ class EngineCore:
             except AssertionError as error:
                 broken = str(error) or "integrity check failed"
         counters = self.worker.counters
-        return self.scheduler.stats(
-            steps_decode=self._steps["decode"],
-            steps_extend=self._steps["extend"],
+        return Stats(
+            **self.scheduler.stats(),
             eager_steps=counters.eager_steps,
             recompiles=counters.recompiles,
             integrity=broken,

@@ -119,7 +119,9 @@ class ManualProgram(EagerProgram):
         self._graphs: dict[Bucket, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
 
     def warm(self, bucket: Bucket, inputs: StepInputs) -> None:
-        for _ in range(2):  # compile, then let every library take its workspaces outside the capture
+        for _ in range(
+            2
+        ):  # compile, then let every library take its workspaces outside the capture
             super().run(bucket, inputs)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()

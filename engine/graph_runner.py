@@ -237,7 +237,9 @@ def _mark(bucket: Bucket, inputs: StepInputs, *, static: bool, dynamic: bool) ->
         if static:
             torch._dynamo.mark_static_address(tensor, guard=False)
         # A dim of size 1 is always specialised by torch: batch 1 gets a compile of its own.
-        varies = any(name.endswith(("_" + s, "_" + s + "F", "_" + s + "I")) for s in sizes_that_vary)
+        varies = any(
+            name.endswith(("_" + s, "_" + s + "F", "_" + s + "I")) for s in sizes_that_vary
+        )
         if dynamic and varies and tensor.shape[0] > 1:
             torch._dynamo.mark_dynamic(tensor, 0)
 

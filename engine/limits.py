@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from engine.config import EngineConfig
-from engine.scheduler.scheduler import SchedulerLimits
+from engine.resolve import ResolvedConfig
+from engine.scheduler.limits import SchedulerLimits
 
 
-def scheduler_limits(config: EngineConfig, num_pages: int, vocab_size: int) -> SchedulerLimits:
+def scheduler_limits(config: ResolvedConfig, num_pages: int, vocab_size: int) -> SchedulerLimits:
     """The scheduler's part of a resolved configuration, with what was measured at start."""
     s, page_size = config.scheduler, config.kv.page_size
     return SchedulerLimits(
@@ -29,7 +29,7 @@ def scheduler_limits(config: EngineConfig, num_pages: int, vocab_size: int) -> S
     )
 
 
-def max_page_updates(config: EngineConfig) -> int:
+def max_page_updates(config: ResolvedConfig) -> int:
     """Page-table updates one extend step can carry: a whole sequence's prefix hit, the chunks' own pages, one a row."""
     page_size = config.kv.page_size
     whole_sequence = -(-config.model.max_model_len // page_size)

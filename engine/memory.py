@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from engine.config import EngineConfig
+from engine.resolve import ResolvedConfig
 from models.config import ModelConfig
 from models.inputs import TensorParallel
 
@@ -17,7 +17,7 @@ def kv_page_bytes(
     return model.num_layers * 2 * page_size * heads * model.head_dim * dtype.itemsize
 
 
-def num_kv_pages(config: EngineConfig, page_bytes: int, device: torch.device) -> int:
+def num_kv_pages(config: ResolvedConfig, page_bytes: int, device: torch.device) -> int:
     """Pages to allocate, the dummy page 0 included (as `kv.num_pages` counts it, too).
 
     `kv.num_pages` decides if given. Otherwise `kv.bytes` on a CPU; on a GPU `kv.memory_ratio` of what is free now

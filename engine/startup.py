@@ -17,11 +17,11 @@ from engine.config import EngineConfig
 from engine.engine_core import EngineCore
 from engine.errors import ModelError
 from engine.limits import scheduler_limits
-from engine.resolve import resolve, settings_of
+from engine.resolve import ResolvedConfig, resolve, settings_of
 from engine.scheduler.scheduler import Scheduler
 from engine.worker import ProgressCallback, Worker
 from models.config import ModelConfig
-from models.errors import UnsupportedModel
+from models.errors import ModelError as ModelsError
 from models.inputs import TensorParallel
 from models.weights import resolve_checkpoint
 
@@ -42,7 +42,7 @@ class Engine:
 
     core: EngineCore
     worker: Worker
-    config: EngineConfig
+    config: ResolvedConfig
     model: ModelConfig
     num_pages: int
     settings: dict[str, str]
@@ -70,17 +70,18 @@ def start_engine(config: EngineConfig, progress: ProgressCallback) -> Engine:
             config.model.path, config.model.revision, config.model.offline, config.model.load
         )
         model = ModelConfig.from_hf(checkpoint.config)
-    except UnsupportedModel as error:
+    except ModelsError as error:
         raise ModelError(str(error)) from error
     resolved = resolve(
         config,
         max_position=model.max_position,
         checkpoint_dtype=model.dtype,
         cuda=torch.cuda.is_available(),
+        capability=_capability(),
     )
     try:
         worker = Worker(resolved, model, checkpoint, TensorParallel(), progress)
-    except UnsupportedModel as error:
+    except ModelsError as error:
         raise ModelError(str(error)) from error
     worker.warm()
     num_pages = worker.capacity.num_pages
@@ -90,6 +91,10 @@ def start_engine(config: EngineConfig, progress: ProgressCallback) -> Engine:
     settings = settings_of(config, resolved)
     settings["kv.num_pages"] = str(num_pages - 1)
     return Engine(core, worker, resolved, model, num_pages - 1, settings)
+
+
+def _capability() -> tuple[int, int] | None:
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
 
 
 def _write_phases(worker: Worker, total: float) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from engine.config import EngineConfig
+from engine.resolve import ResolvedConfig
 from engine.graph_programs import (
     CompiledProgram,
     EagerProgram,
@@ -33,7 +33,7 @@ KINDS: tuple[Kind, ...] = ("decode", "extend")
 _COMPILES_PER_FUNCTION = 512
 
 
-def make_buckets(config: EngineConfig) -> list[Bucket]:
+def make_buckets(config: ResolvedConfig) -> list[Bucket]:
     """The padded shapes of a resolved configuration: decode by requests, extend by tokens."""
     rows = config.scheduler.max_running
     updates = max_page_updates(config)
@@ -43,7 +43,7 @@ def make_buckets(config: EngineConfig) -> list[Bucket]:
 
 
 def build_runner(
-    config: EngineConfig,
+    config: ResolvedConfig,
     model: ModelConfig,
     tp: TensorParallel,
     tensors: StepTensors,
@@ -55,7 +55,9 @@ def build_runner(
     pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
     for variant in VARIANTS:
         for kind in KINDS:
-            programs[kind, variant] = _program(config, model, tp, tensors, device, kind, variant, pool)
+            programs[kind, variant] = _program(
+                config, model, tp, tensors, device, kind, variant, pool
+            )
     return GraphRunner(
         programs,
         tensors,
@@ -68,7 +70,7 @@ def build_runner(
 
 
 def _program(
-    config: EngineConfig,
+    config: ResolvedConfig,
     model: ModelConfig,
     tp: TensorParallel,
     tensors: StepTensors,
@@ -98,14 +100,14 @@ def _program(
     return TreesProgram(step, tensors) if trees else ManualProgram(step, tensors, pool)
 
 
-def _compile_options(config: EngineConfig, device: torch.device) -> dict[str, Any]:
+def _compile_options(config: ResolvedConfig, device: torch.device) -> dict[str, Any]:
     options: dict[str, Any] = {}
     if device.type == "cuda" and config.compile.autotune:
         options["coordinate_descent_tuning"] = True
     return {"options": options} if options else {}
 
 
-def _configure_torch(config: EngineConfig, tensors: StepTensors, device: torch.device) -> None:
+def _configure_torch(config: ResolvedConfig, tensors: StepTensors, device: torch.device) -> None:
     torch._dynamo.config.recompile_limit = _COMPILES_PER_FUNCTION
     torch._dynamo.config.accumulated_recompile_limit = 4 * _COMPILES_PER_FUNCTION
     if device.type != "cuda" or config.compile.backend == "eager":

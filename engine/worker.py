@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from engine.config import EngineConfig
+from engine.resolve import ResolvedConfig
 from engine.errors import ConfigError
 from engine.graph_programs import StepTensors
 from engine.graph_runner import GraphRunner, Pending
@@ -61,7 +61,7 @@ class Worker:
 
     def __init__(
         self,
-        config: EngineConfig,
+        config: ResolvedConfig,
         model: ModelConfig,
         checkpoint: Checkpoint,
         tp: TensorParallel,
@@ -83,6 +83,8 @@ class Worker:
                 dtype,
                 self.device,
                 lambda name, done, total: progress("weights", done, total, name),
+                seed=config.model.seed,
+                num_positions=config.model.max_model_len,
             ),
         )
         state, sampling_state = self._state(config, model)
@@ -126,7 +128,7 @@ class Worker:
         self._phases[phase] = time.perf_counter() - start
         return result
 
-    def _state(self, config: EngineConfig, model: ModelConfig) -> Any:
+    def _state(self, config: ResolvedConfig, model: ModelConfig) -> Any:
         slots = config.scheduler.max_running
         max_pages = -(-config.model.max_model_len // config.kv.page_size)
         i32 = {"dtype": torch.int32, "device": self.device}
@@ -147,7 +149,6 @@ class Worker:
         shape = (num_pages, 2, self._config.kv.page_size, heads, model.head_dim)
         return KVCache(
             tuple(
-                torch.zeros(shape, dtype=dtype, device=self.device)
-                for _ in range(model.num_layers)
+                torch.zeros(shape, dtype=dtype, device=self.device) for _ in range(model.num_layers)
             )
         )

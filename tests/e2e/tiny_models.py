@@ -19,7 +19,7 @@ def hf_config(
     """A transformers config of the family with few, small layers."""
     common: dict[str, Any] = {
         "vocab_size": VOCAB,
-        "hidden_size": 64,
+        "hidden_size": 16 * heads,
         "intermediate_size": 96,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
