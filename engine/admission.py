@@ -1,0 +1,175 @@
+"""SamplingParams and a prompt's ids -> EngineRequests: every limit checked, every default resolved.
+
+The one place where a request's numbers are judged, for HTTP and for LLM alike. Knows nothing of
+text, HTTP or the scheduler's state.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from engine.errors import InvalidRequest
+from engine.request import EngineRequest, SamplingParams
+
+GREEDY_BELOW = 1e-5  # temperatures below this are greedy
+_SEED_BITS = 64
+
+
+@dataclass(frozen=True)
+class RequestLimits:
+    """What a request may ask for on this server.
+
+    Attributes:
+        max_model_len: tokens of prompt and output together.
+        vocab_size: ids are below it.
+        kv_tokens: tokens that all KV pages together hold.
+        max_n / max_logprobs / max_logit_bias / max_stop_ids: as in the configuration.
+    """
+
+    max_model_len: int
+    vocab_size: int
+    kv_tokens: int
+    max_n: int
+    max_logprobs: int
+    max_logit_bias: int
+    max_stop_ids: int
+
+
+def build_requests(
+    prompt_ids: Sequence[int],
+    params: SamplingParams,
+    limits: RequestLimits,
+    eos_ids: Collection[int],
+    new_id: Callable[[], int],
+) -> list[EngineRequest]:
+    """One request per choice of the prompt; choice i draws with seed + i.
+
+    Args:
+        prompt_ids: of one prompt.
+        params: of the user, sampling defaults already merged in.
+        limits: of this server.
+        eos_ids: the model's end-of-sequence ids.
+        new_id: gives the next request id.
+
+    Raises:
+        InvalidRequest: names the field, the value and what is allowed.
+    """
+    check_params(params, limits)
+    max_tokens = output_room(prompt_ids, params, limits)
+    stop_ids = sorted({*params.stop_token_ids, *(() if params.ignore_eos else eos_ids)})
+    if len(stop_ids) > limits.max_stop_ids:
+        raise _refused("stop_token_ids", len(stop_ids), f"at most {limits.max_stop_ids} in all")
+    seed = secrets.randbits(_SEED_BITS) if params.seed is None else params.seed
+    greedy = params.temperature < GREEDY_BELOW
+    return [
+        EngineRequest(
+            request_id=new_id(),
+            prompt_ids=list(prompt_ids),
+            max_tokens=max_tokens,
+            stop_ids=stop_ids,
+            temperature=0.0 if greedy else params.temperature,
+            top_p=params.top_p,
+            top_k=max(params.top_k, 0),
+            min_p=params.min_p,
+            seed=(seed + choice) % 2**_SEED_BITS,
+            frequency_penalty=params.frequency_penalty,
+            presence_penalty=params.presence_penalty,
+            repetition_penalty=params.repetition_penalty,
+            logit_bias=params.logit_bias or {},
+            min_tokens=params.min_tokens,
+            logprobs=-1 if params.logprobs is None else params.logprobs,
+            prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
+            priority=params.priority,
+        )
+        for choice in range(params.n)
+    ]
+
+
+def output_room(prompt_ids: Sequence[int], params: SamplingParams, limits: RequestLimits) -> int:
+    """max_tokens, clamped to what the context and the KV cache leave after the prompt.
+
+    Raises:
+        InvalidRequest: the prompt is empty, has an id outside the vocabulary, or leaves no room;
+            names both lengths.
+    """
+    length = len(prompt_ids)
+    if length == 0:
+        raise InvalidRequest("the prompt is empty; at least 1 token is needed", param="prompt")
+    if min(prompt_ids) < 0 or max(prompt_ids) >= limits.vocab_size:
+        bad = next(i for i in prompt_ids if not 0 <= i < limits.vocab_size)
+        raise _refused("prompt", bad, f"token ids from 0 to {limits.vocab_size - 1}")
+    scores_only = params.max_tokens == 0
+    most = min(limits.max_model_len, limits.kv_tokens)
+    room = most - length
+    if room < (0 if scores_only else 1):
+        what = (
+            f"this model's context is {limits.max_model_len} tokens"
+            if most == limits.max_model_len
+            else f"this server's KV cache holds {limits.kv_tokens} tokens"
+        )
+        raise InvalidRequest(
+            f"the prompt has {length} tokens and {what}"
+            + ("" if scores_only else ", of which at least 1 must be left for the answer"),
+            param="prompt",
+            code="context_length_exceeded",
+        )
+    return room if params.max_tokens is None else min(params.max_tokens, room)
+
+
+def check_params(params: SamplingParams, limits: RequestLimits) -> None:
+    """Every number of the parameters is within its range.
+
+    Raises:
+        InvalidRequest: names the field, the value and what is allowed.
+    """
+    _check_range("n", params.n, 1, limits.max_n)
+    if params.max_tokens is not None:
+        least = 0 if params.prompt_logprobs is not None else 1
+        _check_range("max_tokens", params.max_tokens, least, math.inf)
+    _check_range("temperature", params.temperature, 0, 1e6)
+    if not 0 < params.top_p <= 1:
+        raise _refused("top_p", params.top_p, "above 0, at most 1")
+    _check_range("top_k", params.top_k, -1, math.inf)
+    _check_range("min_p", params.min_p, 0, 1)
+    _check_range("frequency_penalty", params.frequency_penalty, -2, 2)
+    _check_range("presence_penalty", params.presence_penalty, -2, 2)
+    if not 0 < params.repetition_penalty < math.inf:
+        raise _refused("repetition_penalty", params.repetition_penalty, "above 0")
+    if params.seed is not None:
+        _check_range("seed", params.seed, -(2**63), 2**_SEED_BITS - 1)
+    _check_range("min_tokens", params.min_tokens, 0, limits.max_model_len)
+    for name in ("logprobs", "prompt_logprobs"):
+        value = getattr(params, name)
+        if value is not None:
+            _check_range(name, value, 0, limits.max_logprobs)
+    if any(not string for string in params.stop):
+        raise _refused("stop", "", "strings of at least 1 character")
+    _check_ids("stop_token_ids", params.stop_token_ids, limits)
+    _check_bias(params.logit_bias or {}, limits)
+
+
+def _check_bias(bias: dict[int, float], limits: RequestLimits) -> None:
+    if len(bias) > limits.max_logit_bias:
+        raise _refused("logit_bias", f"{len(bias)} entries", f"at most {limits.max_logit_bias}")
+    _check_ids("logit_bias", bias, limits)
+    for value in bias.values():
+        _check_range("logit_bias", value, -100, 100)
+
+
+def _check_ids(name: str, ids: Collection[int], limits: RequestLimits) -> None:
+    for token_id in ids:
+        if not 0 <= token_id < limits.vocab_size:
+            raise _refused(name, token_id, f"token ids from 0 to {limits.vocab_size - 1}")
+
+
+def _check_range(name: str, value: float, least: float, most: float) -> None:
+    if not least <= value <= most:  # NaN fails, too
+        allowed = f"at least {least}" if most == math.inf else f"from {least:g} to {most:g}"
+        raise _refused(name, value, allowed)
+
+
+def _refused(name: str, value: object, allowed: str) -> InvalidRequest:
+    return InvalidRequest(f"{name}: got {value}, allowed: {allowed}", param=name)
