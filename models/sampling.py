@@ -163,7 +163,7 @@ def _count(
 
 def _report(logits_LV: Tensor, ids_L: Tensor, max_logprobs: int) -> list[Tensor]:
     """The columns of StepOutputs.packed_LC in the full variant."""
-    norm_L1 = logits_LV.logsumexp(dim=1, keepdim=True)
+    norm_L1 = _log_norm(logits_LV)
     own_L1 = logits_LV.gather(1, ids_L.clamp(min=0).long().unsqueeze(1)) - norm_L1
     columns = [ids_L.unsqueeze(1), _logprob_bits(own_L1)]
     if max_logprobs > 0:
@@ -173,6 +173,14 @@ def _report(logits_LV: Tensor, ids_L: Tensor, max_logprobs: int) -> list[Tensor]
         columns.append(F.pad(top_ids_LK.int(), padding))
         columns.append(_logprob_bits(F.pad(top_LK - norm_L1, padding, value=LOGPROB_FLOOR)))
     return columns
+
+
+def _log_norm(logits_LV: Tensor) -> Tensor:
+    """logsumexp [L, 1], over the chunks of `_draw`: compiled, both read the logits in one go."""
+    logits_LCW, tops_LC, bases_LC = _chunked(logits_LV)
+    mass_LC = (logits_LCW - bases_LC.unsqueeze(2)).exp().sum(dim=2)
+    top_L1 = tops_LC.amax(dim=1, keepdim=True)
+    return top_L1 + ((tops_LC - top_L1).exp() * mass_LC).sum(dim=1, keepdim=True).log()
 
 
 def _logprob_bits(logprobs: Tensor) -> Tensor:
@@ -193,7 +201,6 @@ def _draw(logits_LV: Tensor, temperature_L: Tensor, inputs: StepInputs) -> tuple
     pass over the logits), then the best chunk. Differences to a maximum are exact where it matters,
     so that no temperature overflows or loses the noise.
     """
-    num_rows, vocab = logits_LV.shape
     floats_LF, ints_LI = inputs.sampling_floats_LF, inputs.sampling_ints_LI
     threshold_L = filter_threshold(
         logits_LV, temperature_L, ints_LI[:, TOP_K], floats_LF[:, TOP_P], floats_LF[:, MIN_P]
@@ -201,13 +208,9 @@ def _draw(logits_LV: Tensor, temperature_L: Tensor, inputs: StepInputs) -> tuple
     greedy_L = temperature_L < MIN_TEMPERATURE
     scale_L = 1.0 / torch.where(greedy_L, 1.0, temperature_L)
 
-    num_chunks, width = chunks(vocab)
-    padded = F.pad(logits_LV, (0, num_chunks * width - vocab), value=-math.inf)
-    logits_LCW = padded.float().view(num_rows, num_chunks, width)
-    ids_CW = torch.arange(num_chunks * width, device=padded.device).view(num_chunks, width)
-    tops_LC = logits_LCW.amax(dim=2)
-    # A chunk of nothing but -inf would give NaN differences.
-    bases_LC = torch.where(tops_LC == -math.inf, 0.0, tops_LC)
+    logits_LCW, tops_LC, bases_LC = _chunked(logits_LV)
+    _, num_chunks, width = logits_LCW.shape
+    ids_CW = torch.arange(num_chunks * width, device=logits_LV.device).view(num_chunks, width)
     noise_LCW = _gumbel(ids_CW, *row_keys(ints_LI, inputs.logit_positions_L))
     scores_LCW = (logits_LCW - bases_LC.unsqueeze(2)) * scale_L.view(-1, 1, 1)
     scores_LCW = scores_LCW + torch.where(greedy_L.view(-1, 1, 1), 0.0, noise_LCW)
@@ -231,30 +234,54 @@ def chunks(vocab: int) -> tuple[int, int]:
     return -(-vocab // width), width
 
 
+def _chunked(logits_LV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """float32 logits [L, C, W], each chunk's maximum [L, C], and that with 0 for -inf."""
+    num_chunks, width = chunks(logits_LV.shape[1])
+    padded = F.pad(logits_LV, (0, num_chunks * width - logits_LV.shape[1]), value=-math.inf)
+    logits_LCW = padded.float().view(-1, num_chunks, width)
+    tops_LC = logits_LCW.amax(dim=2)
+    # A chunk of nothing but -inf would give NaN differences.
+    return logits_LCW, tops_LC, torch.where(tops_LC == -math.inf, 0.0, tops_LC)
+
+
 def row_keys(ints_LI: Tensor, positions_L: Tensor) -> tuple[Tensor, Tensor]:
-    """Two 32-bit keys per row, int64 [L], from the 64-bit seed and the position."""
+    """Two 32-bit keys per row, int64 [L, 1, 1], from the 64-bit seed and the position.
+
+    With one seed, the first key of two positions is never the same.
+    """
     seed_lo = ints_LI[:, SEED_LO].long() & _WORD
     seed_hi = ints_LI[:, SEED_HI].long() & _WORD
     position = positions_L.long() & _WORD
     key0 = _mix(_mix(_mix(seed_lo ^ 0x3C6EF372) ^ seed_hi) ^ position)
-    key1 = _mix(_mix(_mix(position ^ 0x1B873593) ^ seed_lo) ^ seed_hi)
-    return key0, key1
+    key1 = _mix(key0 ^ seed_lo) ^ position
+    return _stored(key0), _stored(key1)
 
 
-def _mix(x: Tensor, key: Tensor | int = 0) -> Tensor:
+def _stored(key_L: Tensor) -> Tensor:
+    """[L, 1, 1]. Inductor computes the base of an as_strided once and stores it; inlined, the key
+    would be hashed anew for every logit, in an expression so long that it is split by an int64
+    [L, V] in memory.
+    """
+    return key_L.as_strided((key_L.shape[0], 1, 1), (1, 1, 1))
+
+
+def _mix(x: Tensor, key: Tensor | None = None) -> Tensor:
     """lowbias32 of 32 bits held in int64; `key` is mixed in between the two multiplications."""
     x = ((x ^ (x >> 16)) * _MULTIPLY_1) & _WORD
-    x = ((x ^ (x >> 15) ^ key) * _MULTIPLY_2) & _WORD
+    x = x ^ (x >> 15)
+    if key is not None:
+        x = x ^ key
+    x = (x * _MULTIPLY_2) & _WORD
     return x ^ (x >> 16)
 
 
-def _gumbel(ids_CW: Tensor, key0_L: Tensor, key1_L: Tensor) -> Tensor:
+def _gumbel(ids_CW: Tensor, key0_L11: Tensor, key1_L11: Tensor) -> Tensor:
     """Standard Gumbel noise float32 [L, C, W], finite.
 
     The hash is the uniform's distance from 1, so that large noise, which decides between unlikely
     tokens, comes in steps of 2^-32.
     """
-    bits = _mix(ids_CW ^ key0_L.view(-1, 1, 1), key1_L.view(-1, 1, 1))
+    bits = _mix(ids_CW ^ key0_L11, key1_L11)
     complement = (bits.float() + 0.5) * 2.0**-32
     complement = complement.clamp(max=1.0 - 2.0**-24)  # rounding may have made it 1
     return -torch.log(-torch.log1p(-complement))
