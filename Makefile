@@ -13,7 +13,7 @@ GGUF := .demo/smollm2.gguf
 .PHONY: demo test lint types ci clean
 
 demo: $(VENV)/.base $(GGUF)
-	$(RUN) tests/e2e/demo.py configs/smollm2_cpu.yaml "What is the capital of France?" Paris
+	$(RUN) -m tests.e2e.demo configs/smollm2_cpu.yaml "What is the capital of France?" Paris
 
 test: $(VENV)/.test $(GGUF)
 	FULLGRAPH_SMOLLM2_GGUF=$(CURDIR)/$(GGUF) $(RUN) -m pytest $(ARGS)

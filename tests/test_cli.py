@@ -128,15 +128,19 @@ def test_a_broken_configuration_is_one_line_and_status_2(write_config: Write) ->
 def test_bench_runs_the_program_with_the_same_words(
     write_config: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "offline.py").write_text(
+    folder = tmp_path / "tree/bench"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").touch()
+    (folder / "offline.py").write_text(
         "import sys, pathlib\n"
         "pathlib.Path(__file__).with_name('seen').write_text(' '.join(sys.argv[1:]))\n"
         "sys.exit(7)\n"
     )
-    monkeypatch.setattr(bench, "BENCH_FOLDER", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(bench, "SOURCE_TREE", tmp_path / "tree")
     path = str(write_config("model: {path: org/name}\n"))
     assert cli.main(["bench", "offline", path, "--set", "kv.page_size=8"]) == 7
-    assert (tmp_path / "seen").read_text() == f"{path} --set kv.page_size=8"
+    assert (folder / "seen").read_text() == f"{path} --set kv.page_size=8"
     assert cli.main(["bench", "online", path]) == 2  # an installed wheel has no bench/
 
 

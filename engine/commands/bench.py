@@ -1,4 +1,4 @@
-"""`fullgraph bench`: runs bench/WHAT.py of the source tree on the configuration.
+"""`fullgraph bench`: runs bench.WHAT of the source tree on the configuration.
 
 Knows only where the benchmarks lie: they are programs of their own, not part of the package.
 """
@@ -6,6 +6,7 @@ Knows only where the benchmarks lie: they are programs of their own, not part of
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,14 +14,17 @@ from pathlib import Path
 from engine.config import load_config
 from engine.errors import ConfigError
 
-BENCH_FOLDER = Path(__file__).resolve().parents[2] / "bench"
+SOURCE_TREE = Path(__file__).resolve().parents[2]
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the benchmark in a process of its own; its exit status is ours."""
     load_config(args.config, args.overrides)
-    program = BENCH_FOLDER / f"{args.what}.py"
+    program = SOURCE_TREE / "bench" / f"{args.what}.py"
     if not program.is_file():
         raise ConfigError(f"bench: no {program}; the benchmarks come with the source tree only")
     overrides = [word for text in args.overrides for word in ("--set", text)]
-    return subprocess.call([sys.executable, str(program), str(args.config), *overrides])
+    command = [sys.executable, "-m", f"bench.{args.what}", str(args.config), *overrides]
+    # The working directory stays, for paths on the command line are relative to it.
+    paths = [str(SOURCE_TREE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return subprocess.call(command, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)})
