@@ -1,0 +1,44 @@
+"""Compiled artefacts kept between starts: what they depend on, where they lie, how they are filled.
+
+Imports neither the engine nor torch (only `machine_parts` and vector_isa.py import torch, when they
+are called).
+"""
+
+from __future__ import annotations
+
+from compile_cache.archive import export, import_
+from compile_cache.fingerprint import (
+    Difference,
+    Fingerprint,
+    compile_config,
+    explain,
+    flatten,
+    machine_parts,
+    source_digest,
+)
+from compile_cache.session import Session
+from compile_cache.store import CacheError, Entry, Hit, Miss, Store, default_root, format_size
+from compile_cache.warmup import Job, Report, run_jobs
+
+__all__ = [
+    "CacheError",
+    "Difference",
+    "Entry",
+    "Fingerprint",
+    "Hit",
+    "Job",
+    "Miss",
+    "Report",
+    "Session",
+    "Store",
+    "compile_config",
+    "default_root",
+    "explain",
+    "export",
+    "flatten",
+    "format_size",
+    "import_",
+    "machine_parts",
+    "run_jobs",
+    "source_digest",
+]
