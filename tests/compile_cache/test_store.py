@@ -349,7 +349,7 @@ def test_a_disk_that_fills_up_between_object_and_manifest(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill(store)
-    real = manifest_module.write_atomic
+    real = write_atomic
 
     def write(path: Path, data: bytes) -> None:
         if path.name == MANIFEST:
