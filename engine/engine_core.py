@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from engine.graph_runner import Pending
 from engine.output_processor import OutputProcessor
 from engine.request import EngineRequest, RequestFailed, Stats, StepOutput
@@ -80,8 +82,8 @@ class EngineCore:
             except AssertionError as error:
                 broken = str(error) or "integrity check failed"
         counters = self.worker.counters
-        return Stats(
-            **self.scheduler.stats(),
+        return msgspec.structs.replace(
+            self.scheduler.stats(),
             eager_steps=counters.eager_steps,
             recompiles=counters.recompiles,
             integrity=broken,
