@@ -1,6 +1,8 @@
-"""OutputProcessor: what a step drew -> requests advanced, ended or failed, and the message for the client side.
+"""OutputProcessor: what a step drew -> requests advanced, ended or failed, and the message for the
+client side.
 
-A row whose request ended while the step was in flight is dropped here. Knows nothing of text, stop strings or devices.
+A row whose request ended while the step was in flight is dropped here. Knows nothing of text, stop
+strings or devices.
 """
 
 from __future__ import annotations
@@ -39,8 +41,8 @@ class OutputProcessor:
         """Advance requests by one step's results.
 
         Returns:
-            What the step produced for open requests, and the requests that failed (also those that the scheduler gave
-            up on in the queue).
+            What the step produced for open requests, and the requests that failed (also those that
+            the scheduler gave up on in the queue).
         """
         scheduler, tables = self._scheduler, self._tables
         assert len(result.token_ids) == batch.num_logit_rows, "a result for another batch"
@@ -77,7 +79,9 @@ class OutputProcessor:
         return failed
 
     def _store(self, slots: I32, positions: I32, ids: I32) -> None:
-        """Drawn ids into the token table; those of ended requests too, whose pages go to the prefix tree by id."""
+        """Drawn ids into the token table; those of ended requests too, whose pages go to the prefix
+        tree by id.
+        """
         if len(slots) == 0:
             return
         self._tables.reserve_width(int(positions.max()) + 1)
@@ -118,7 +122,7 @@ class OutputProcessor:
         ]
 
     def _scores(self, batch: ScheduledBatch, result: StepResult, rows: Rows) -> list[PromptScores]:
-        """Prompt logprobs: rows of one request are consecutive and cover consecutive prompt tokens."""
+        """Prompt logprobs: rows of a request are consecutive, as the prompt tokens they cover."""
         if len(rows) == 0:
             return []
         scores = []

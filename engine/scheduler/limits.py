@@ -1,6 +1,7 @@
 """SchedulerLimits: every number the scheduler obeys, and the cost of a chunk.
 
-Knows nothing of configuration files: engine.config validates what a user wrote, here a wrong number is our own bug.
+Knows nothing of configuration files: engine.config validates what a user wrote, here a wrong number
+is our own bug.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from typing import Literal
 
 Policy = Literal["fcfs", "priority", "longest_prefix"]
 
-# A step's first chunk gets this many tokens even when decode rows used the whole budget, so that a budget smaller than
-# the running requests need can slow prompts down but never stop them.
+# A step's first chunk gets this many tokens even when decode rows used the whole budget, so that a
+# budget smaller than the running requests need can slow prompts down but never stop them.
 MIN_CHUNK_TOKENS = 16
 
 
@@ -27,15 +28,18 @@ class SchedulerLimits:
         max_running: slots, so rows of a step.
         max_waiting: requests that may wait beyond those a free slot is there for.
         max_step_tokens: tokens of one step, at least max_running.
-        step_budget: cost of one step (see chunk_cost); decode rows are always part of a step and count.
+        step_budget: cost of one step (see chunk_cost); decode rows are always part of a step and
+            count.
         context_unit: context length at which a token costs twice as much as at none.
         policy: order of the waiting queue.
         output_estimate: share of max_tokens that admission assumes a request will use, in [0, 1].
         prefix_cache: keep pages in the prefix tree.
-        max_waiting_s: a request that was never started and waited longer ends with 503; None: no limit.
+        max_waiting_s: a request that was never started and waited longer ends with 503; None: no
+            limit.
         max_logit_rows: logit rows of an extend step, at least max_running.
-        max_page_updates: page-table updates of an extend step, at least max_running. A prefix hit longer than
-            max_page_updates - max_running pages is cut to that, so pages_per_sequence more is a good value.
+        max_page_updates: page-table updates of an extend step, at least max_running. A prefix hit
+            longer than max_page_updates - max_running pages is cut to that, so pages_per_sequence
+            more is a good value.
         overlap: schedule() of a step is called before process() of the step before (else never).
         vocab_size: size of the vocabulary.
     """
@@ -80,7 +84,9 @@ class SchedulerLimits:
 
 
 def chunk_cost(start: int, num_tokens: int, context_unit: float) -> float:
-    """Cost of `num_tokens` tokens from position `start`: sum over them of 1 + position / context_unit."""
+    """Cost of `num_tokens` tokens from position `start`: sum over them of 1 + position /
+    context_unit.
+    """
     positions = num_tokens * start + num_tokens * (num_tokens - 1) / 2
     return num_tokens + positions / context_unit
 

@@ -1,7 +1,7 @@
 """Order of the waiting queue: first come first served, priority, or longest cached prefix first.
 
-Under every policy the head of the queue is the only candidate: nothing overtakes it because it is smaller. Knows
-nothing of budgets or slots.
+Under every policy the head of the queue is the only candidate: nothing overtakes it because it is
+smaller. Knows nothing of budgets or slots.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Protocol
 from engine.scheduler.limits import Policy
 from engine.scheduler.slots import Phase, RequestState
 
-# `longest_prefix` looks at this many requests, oldest first, and lets the oldest be overtaken this often.
+# `longest_prefix` looks at this many requests, oldest first, and lets the oldest be overtaken this
+# often.
 PREFIX_WINDOW = 128
 MAX_OVERTAKEN = 64
 
@@ -27,7 +28,9 @@ class WaitingQueue(Protocol):
     def push(self, state: RequestState) -> None: ...
 
     def refresh(self, num_matched: Callable[[RequestState], int], version: int) -> None:
-        """Before a round of admissions: how many pages of a request are cached, and the cache's version."""
+        """Before a round of admissions: how many pages of a request are cached, and the cache's
+        version.
+        """
 
     def peek(self) -> RequestState | None:
         """The next request to start."""
@@ -88,7 +91,8 @@ class SeniorityQueue:
 
 
 class PrefixQueue:
-    """Preempted requests first, then the longest cached prefix; ties and requests outside the window by seniority.
+    """Preempted requests first, then the longest cached prefix; ties and requests outside the
+    window by seniority.
 
     The oldest request is overtaken at most MAX_OVERTAKEN times, then it is next: it never starves.
     """

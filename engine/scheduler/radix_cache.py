@@ -1,10 +1,11 @@
 """RadixCache: the prefix tree over pages of the KV cache. Match, lock, extend, unlock, evict.
 
-A node holds a run of whole pages and their token ids; its children differ in their first page. A page in the tree is
-immutable: full, and written (or being written by a step that runs before any step that reads it). A holder (a live
-request) locks the path from the root to its node; what nobody locks can be evicted, leaves first, least recently used
-first. The heap of leaves is kept: a node has at most one entry, and an entry that is out of date is put right when it
-surfaces, so that an eviction costs O(log nodes) and nothing is ever rebuilt.
+A node holds a run of whole pages and their token ids; its children differ in their first page. A
+page in the tree is immutable: full, and written (or being written by a step that runs before any
+step that reads it). A holder (a live request) locks the path from the root to its node; what nobody
+locks can be evicted, leaves first, least recently used first. The heap of leaves is kept: a node
+has at most one entry, and an entry that is out of date is put right when it surfaces, so that an
+eviction costs O(log nodes) and nothing is ever rebuilt.
 
 Knows nothing of requests, slots or steps.
 """
@@ -27,9 +28,11 @@ class Node:
     """A run of pages in the tree.
 
     Attributes:
-        tokens: int32 [pages * page_size]. pages: int32 [pages], canonical for these tokens after this path.
+        tokens: int32 [pages * page_size]. pages: int32 [pages], canonical for these tokens after
+            this path.
         locks: holders whose path goes through here; a locked node's ancestors are locked too.
-        stamp: time of the last unlock (of a node or one below it). queued: has an entry in the heap.
+        stamp: time of the last unlock (of a node or one below it). queued: has an entry in the
+            heap.
         serial: breaks ties in the heap by age, never by address.
     """
 
@@ -48,7 +51,9 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The longest cached prefix of some tokens: `num_pages` pages, the last `offset` of them the first of `node`'s."""
+    """The longest cached prefix of some tokens: `num_pages` pages, the last `offset` of them the
+    first of `node`'s.
+    """
 
     node: Node
     offset: int
@@ -62,8 +67,9 @@ class Extension:
     Attributes:
         node: the holder's node now, locked in place of the one before.
         num_pages: how many of the holder's pages lie below the old node in the tree now.
-        canonical: int32 [duplicates]: the tree's pages for the first of them; the holder's own are still the holder's
-            and are to be replaced by these. The others (num_pages - duplicates) now belong to the tree.
+        canonical: int32 [duplicates]: the tree's pages for the first of them; the holder's own are
+            still the holder's and are to be replaced by these. The others (num_pages - duplicates)
+            now belong to the tree.
     """
 
     node: Node
@@ -94,7 +100,9 @@ class RadixCache:
         self._serial = 0
 
     def match(self, tokens: I32, max_pages: int) -> Match:
-        """The longest cached prefix of `tokens` (int32 [n]), at most `max_pages` pages. Changes nothing."""
+        """The longest cached prefix of `tokens` (int32 [n]), at most `max_pages` pages. Changes
+        nothing.
+        """
         assert max_pages * self.page_size <= len(tokens)
         return self._descend(self.root, tokens, max_pages if self.enabled else 0)
 
@@ -111,7 +119,9 @@ class RadixCache:
         return count
 
     def lock(self, match: Match) -> tuple[Node, I32]:
-        """Lock the matched prefix for a new holder: its node and its pages (int32 [match.num_pages])."""
+        """Lock the matched prefix for a new holder: its node and its pages (int32
+        [match.num_pages]).
+        """
         node = self._cut(match)
         self._lock_path(node, self.root)
         runs = []
@@ -126,8 +136,8 @@ class RadixCache:
 
         Args:
             tokens: int32 [pages * page_size]; pages: int32 [pages], the holder's own.
-            max_duplicates: pages that the tree already has and the holder can replace by the tree's; where there are
-                more, only these are taken now.
+            max_duplicates: pages that the tree already has and the holder can replace by the
+                tree's; where there are more, only these are taken now.
         """
         if not self.enabled or len(pages) == 0:
             return Extension(node, 0, _NO_IDS)
@@ -162,7 +172,9 @@ class RadixCache:
             node = node.parent
 
     def discard(self, node: Node) -> None:
-        """Unlock `node` and drop what nobody else uses of its path: its contents are not to be trusted."""
+        """Unlock `node` and drop what nobody else uses of its path: its contents are not to be
+        trusted.
+        """
         self.unlock(node)
         while node.parent is not None and node.locks == 0 and not node.children:
             parent = node.parent
@@ -170,7 +182,9 @@ class RadixCache:
             node = parent
 
     def evict(self, count: int) -> int:
-        """Free up to `count` pages, least recently used leaves first, each from its end; how many were freed."""
+        """Free up to `count` pages, least recently used leaves first, each from its end; how many
+        were freed.
+        """
         freed = 0
         while freed < count and self._heap:
             stamp, _, node = heapq.heappop(self._heap)
@@ -285,7 +299,9 @@ class RadixCache:
         return upper
 
     def _append(self, node: Node, tokens: I32, pages: I32) -> Node:
-        """New pages at the end of the locked `node`, or of the root; returns the node that holds them."""
+        """New pages at the end of the locked `node`, or of the root; returns the node that holds
+        them.
+        """
         self.version += 1
         self.num_locked += len(pages)
         if node.parent is not None and node.locks == 1 and not node.children:

@@ -1,11 +1,13 @@
-"""RequestPages: the pages that requests hold, between the page pool, the prefix tree and the page table.
+"""RequestPages: the pages that requests hold, between the page pool, the prefix tree and the page
+table.
 
 A running request's columns of the page table:
 
     0 ............ num_published ............ num_pages
     | in the tree, locked by it  | its own            |
 
-A page is given back only when no step in flight can read or write it. Knows nothing of budgets or policies.
+A page is given back only when no step in flight can read or write it. Knows nothing of budgets or
+policies.
 """
 
 from __future__ import annotations
@@ -63,38 +65,42 @@ class RequestPages:
         self._tables.num_pages[slot] = start + count
 
     def grow_each(self, slots: I32) -> tuple[I32, I32]:
-        """One page more for each of `slots` (int32 [n], distinct): columns and pages, both int32 [n]."""
+        """One page more for each of `slots` (int32 [n], distinct): columns and pages, both int32
+        [n].
+        """
         columns = self._tables.num_pages[slots]
         pages = self.take(len(slots))
         self._tables.page_table[slots, columns] = pages
         self._tables.num_pages[slots] = columns + 1
         return columns, pages
 
-    def publish(
-        self, state: RequestState, num_tokens: int, max_duplicates: int, step: int
-    ) -> tuple[I32, bool]:
-        """Share a running request's full pages among its first `num_tokens` tokens, ids known and KV scheduled.
+    def publish(self, state: RequestState, num_tokens: int, max_duplicates: int, step: int) -> I32:
+        """Share a running request's full pages among its first `num_tokens` tokens, whose ids are
+        known and whose KV was scheduled.
 
-        Where the tree already has such a page (two requests computed the same prefix at the same time), the request
-        takes the tree's in its place and its own is freed once `step`, the one being made, was processed.
+        Where the tree already has such a page (two requests computed the same prefix at the same
+        time), the request takes the tree's in its place, and its own is freed once `step`, the one
+        being made, was processed. Where there are more than `max_duplicates`, the rest has to wait.
 
         Returns:
-            The pages (int32 [n], n <= max_duplicates) to set in the page table from the column that was num_published
-            before, and whether nothing is left to publish.
+            Pages (int32 [n], n <= max_duplicates) for the page table, from the column that was
+            num_published before.
         """
         start, end = state.num_published, num_tokens // self._page_size
         if end <= start or not self.cache.enabled:
-            return _NO_PAGES, True
+            return _NO_PAGES
         canonical = self._extend(state, end, max_duplicates)
         if len(canonical):
             own = self._tables.page_table[state.slot, start : start + len(canonical)]
             self._deferred.append((step, own.copy()))
             own[:] = canonical
             self.num_remapped += len(canonical)
-        return canonical, state.num_published == end
+        return canonical
 
     def release(self, state: RequestState) -> None:
-        """Take everything back from a request that no step in flight has a row of; full pages stay in the tree."""
+        """Take everything back from a request that no step in flight has a row of; full pages stay
+        in the tree.
+        """
         tables, slot = self._tables, state.slot
         pages = tables.page_table[slot, : tables.num_pages[slot]]
         kept = state.num_published
@@ -124,7 +130,9 @@ class RequestPages:
             self.pool.give_back(self._deferred.popleft()[1])
 
     def check_integrity(self, holders: list[RequestState]) -> None:
-        """Raise AssertionError unless every page is exactly one of free, in the tree, a request's own or deferred."""
+        """Raise AssertionError unless every page is exactly one of free, in the tree, a request's
+        own or deferred.
+        """
         tables = self._tables
         self.pool.check_integrity()
         nodes = [state.node for state in holders if state.node is not None]

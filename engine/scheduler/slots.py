@@ -1,7 +1,9 @@
-"""RequestState, what the scheduler keeps per request, and SlotTables, what it keeps per running request in numpy.
+"""RequestState, what the scheduler keeps per request, and SlotTables, what it keeps per running
+request in numpy.
 
-Whatever changes at every step lives in SlotTables, one row per slot, so that a step costs a few vector operations
-however many requests run. RequestState is touched only when something happens to a request.
+Whatever changes at every step lives in SlotTables, one row per slot, so that a step costs a few
+vector operations however many requests run. RequestState is touched only when something happens to
+a request.
 
 Knows nothing of budgets, pages or policies.
 """
@@ -33,7 +35,9 @@ _NO_VALUES = np.zeros(0, np.float32)
 
 
 class Phase(IntEnum):
-    """Where a request is. PREEMPTED and ENDED ones may still hold a slot, until no step in flight has a row of them."""
+    """Where a request is. PREEMPTED and ENDED ones may still hold a slot, until no step in flight
+    has a row of them.
+    """
 
     WAITING = 0
     RUNNING = 1
@@ -47,7 +51,8 @@ class RequestState:
 
     Attributes:
         request: as submitted.
-        tokens: int32, every id known while the request has no slot: the prompt, and the output before a preemption.
+        tokens: int32, every id known while the request has no slot: the prompt, and the output
+            before a preemption.
         seniority: smaller is served first and preempted last.
         arrived: clock's seconds at add().
         slot: -1 without one. node: its locked node in the prefix tree.
@@ -109,8 +114,10 @@ class SlotTables:
 
     Attributes (S slots, P pages of a sequence):
         requests: the request in each slot, or None.
-        page_table: int32 [S + 1, P], as the device will have it once the updates scheduled so far were applied.
-        num_pages: columns of page_table in use. estimated_pages: what admission expects them to become.
+        page_table: int32 [S + 1, P], as the device will have it once the updates scheduled so far
+            were applied.
+        num_pages: columns of page_table in use. estimated_pages: what admission expects them to
+            become.
         computed: tokens whose keys and values are written by the steps scheduled so far.
         length: tokens of the sequence, those still to be drawn by steps in flight included.
         limit: length at which the request ends. num_prompt: tokens of the prompt.
@@ -153,7 +160,9 @@ class SlotTables:
         return len(self._free)
 
     def decode_slots(self) -> I32:
-        """Slots whose next row is a decode row, in the order of their admission (int32 [n], never changed in place)."""
+        """Slots whose next row is a decode row, in the order of their admission (int32 [n], never
+        changed in place).
+        """
         if self._decode_slots is None:
             slots = np.flatnonzero(self.decoding)
             order = np.argsort(self.sequence[slots])
@@ -174,7 +183,9 @@ class SlotTables:
         return [state for state in self.requests if state is not None]
 
     def enter(self, state: RequestState, estimated_pages: int) -> int:
-        """Give the request a slot (there must be a free one) and fill its row; the page table stays empty."""
+        """Give the request a slot (there must be a free one) and fill its row; the page table stays
+        empty.
+        """
         slot = self._free.pop()
         request, length = state.request, len(state.tokens)
         state.slot, state.announced = slot, False
@@ -216,13 +227,16 @@ class SlotTables:
         self.tokens = grown
 
     def admission(self, state: RequestState) -> SlotAdmission | None:
-        """The sampling state to set on the device before the first row of the request in its slot, if any."""
+        """The sampling state to set on the device before the first row of the request in its slot,
+        if any.
+        """
         slot, request = state.slot, state.request
         state.announced = True
         if not state.needs_full and request.min_tokens <= 0:
             if not self._biased[slot]:
                 return None
-            # The bias of the slot's last request would act on this one in a step of the full variant.
+            # The bias of the slot's last request would act on this one in a step of the full
+            # variant.
             self._biased[slot] = False
             return SlotAdmission(slot, _NO_IDS, _NO_IDS, _NO_IDS, _NO_VALUES, _NO_IDS)
         self._biased[slot] = bool(request.logit_bias)
@@ -237,7 +251,9 @@ class SlotTables:
         )
 
     def sampling_rows(self, slots: I32, positions: I32) -> tuple[NDArray[np.float32], I32, bool]:
-        """sampling_floats, sampling_ints and "needs the full variant" of logit rows that draw at `positions`."""
+        """sampling_floats, sampling_ints and "needs the full variant" of logit rows that draw at
+        `positions`.
+        """
         ints = self.sampling_ints[slots]
         full = bool(self.needs_full[slots].any())
         if self.min_tokens.any():

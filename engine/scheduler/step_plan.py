@@ -1,4 +1,5 @@
-"""StepPlan: what is left of a step's budgets and what was put into it so far; build_batch() freezes it.
+"""StepPlan: what is left of a step's budgets and what was put into it so far; build_batch() freezes
+it.
 
 Knows nothing of requests beyond their slots, and decides nothing.
 """
@@ -24,7 +25,7 @@ from engine.scheduler.limits import (
     chunk_cost,
     tokens_within,
 )
-from engine.scheduler.slots import RequestState, SlotTables
+from engine.scheduler.slots import SlotTables
 
 DRAW, DRAW_AND_DISCARD = -1, -2
 _NONE = np.zeros(0, np.int32)
@@ -32,12 +33,13 @@ _NONE = np.zeros(0, np.int32)
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens start .. stop of a request; logits are needed from position `logits_from` on (stop: none).
+    """Tokens start .. stop of a request; logits are needed from position `logits_from` on (stop:
+    none).
 
-    `last_target` is the target of the last token when it draws (DRAW or DRAW_AND_DISCARD), else None.
+    `last_target` is the target of the last token when it draws (DRAW or DRAW_AND_DISCARD), else
+    None.
     """
 
-    state: RequestState
     slot: int
     start: int
     stop: int
@@ -143,7 +145,8 @@ def build_batch(plan: StepPlan, tables: SlotTables) -> ScheduledBatch:
     if plan.chunks:
         scored = joined["logit_targets"] != DRAW
         if scored.any():
-            # The prompt is scored as the model sees it: no penalty, nothing masked, nothing counted.
+            # The prompt is scored as the model sees it: no penalty, nothing masked, nothing
+            # counted.
             ints[scored, FLAGS] = 0
             floats[scored, REPETITION] = 1
             floats[np.ix_(scored, (FREQUENCY, PRESENCE))] = 0

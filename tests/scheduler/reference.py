@@ -1,7 +1,9 @@
-"""A fake model whose next token depends on every token before it, and what each request must come to.
+"""A fake model whose next token depends on every token before it, and what each request must come
+to.
 
-The hash of a prefix stands for the keys and values of its last token: as in a model, they depend on all tokens so far.
-Whatever is shared, recomputed or overwritten wrongly changes a hash, and with it the tokens.
+The hash of a prefix stands for the keys and values of its last token: as in a model, they depend on
+all tokens so far. Whatever is shared, recomputed or overwritten wrongly changes a hash, and with it
+the tokens.
 """
 
 from __future__ import annotations

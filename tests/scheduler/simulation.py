@@ -1,4 +1,6 @@
-"""Drives Scheduler, OutputProcessor and FakeDevice as the engine core does, and checks everything after each step."""
+"""Drives Scheduler, OutputProcessor and FakeDevice as the engine core does, and checks everything
+after each step.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,8 @@ from .reference import (
     top_ids,
 )
 
-# Steps in a row in which the most senior running request may have no row: it waits for pages that a step in flight
-# still uses.
+# Steps in a row in which the most senior running request may have no row: it waits for pages that a
+# step in flight still uses.
 MAX_IDLE_STEPS = 2
 
 
@@ -91,7 +93,9 @@ class Record:
 
 @dataclass
 class Abort:
-    """Abort a request at a tick, in one of the moments of a tick: 0 before schedule(), 1 after it, 2 after process()."""
+    """Abort a request at a tick, in one of the moments of a tick: 0 before schedule(), 1 after it,
+    2 after process().
+    """
 
     tick: int
     moment: int
@@ -102,7 +106,8 @@ class Simulation:
     """One engine core.
 
     Attributes:
-        records: per request id. trace: per step what would show a change of order (slots, tokens, pages).
+        records: per request id. trace: per step what would show a change of order (slots, tokens,
+            pages).
     """
 
     def __init__(self, limits: SchedulerLimits, clock: Callable[[], float] = lambda: 0.0) -> None:

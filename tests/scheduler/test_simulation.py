@@ -1,4 +1,6 @@
-"""Property tests: scheduler, page pool, radix cache and output processor against a simulated device."""
+"""Property tests: scheduler, page pool, radix cache and output processor against a simulated
+device.
+"""
 
 from __future__ import annotations
 
