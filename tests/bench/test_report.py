@@ -1,0 +1,44 @@
+"""Percentiles, tables and the JSON file."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+from bench.report import cpu_name, environment, percentile, save, summary, table
+
+
+def test_percentiles() -> None:
+    values = [4.0, 1.0, 3.0, 2.0]
+    assert percentile(values, 0) == 1 and percentile(values, 100) == 4
+    assert percentile(values, 50) == 2.5
+    assert math.isclose(percentile(values, 90), 3.7)
+    assert math.isnan(percentile([], 50))
+    assert percentile([7.0], 99) == 7
+    assert summary(values)["mean"] == 2.5 and summary(values)["max"] == 4
+
+
+def test_table() -> None:
+    assert table([{"name": "a", "ms": 1.23456}, {"name": "bb", "ms": 12345.6}]).splitlines() == [
+        "| name | ms     |",
+        "|------|--------|",
+        "| a    | 1.235  |",
+        "| bb   | 12,346 |",
+    ]
+    assert table([]) == ""
+
+
+def test_save_puts_the_environment_first(tmp_path: Path) -> None:
+    path = save("x", {"value": 1}, tmp_path / "new")
+    result = json.loads(path.read_text())
+    assert list(result) == ["environment", "value"]
+    assert result["environment"]["date"].startswith("20")
+    assert set(environment()) >= {"cpu", "cores", "gpus", "python", "versions", "commit"}
+
+
+def test_cpu_name(tmp_path: Path) -> None:
+    file = tmp_path / "cpuinfo"
+    file.write_text("processor\t: 0\nmodel name\t: Fast One\nmodel name\t: Fast One\n")
+    assert cpu_name(file) == "Fast One"
+    assert cpu_name(tmp_path / "absent")
