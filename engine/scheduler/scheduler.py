@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from engine.request import EngineRequest, RequestFailed
+from engine.request import EngineRequest, RequestFailed, Stats
 from engine.scheduler.admission import next_chunk, reason_to_refuse
 from engine.scheduler.batch import Kind, ScheduledBatch
 from engine.scheduler.limits import SchedulerLimits
@@ -130,26 +130,26 @@ class Scheduler:
         failed, self._failed = self._failed, []
         return failed
 
-    def stats(self) -> dict[str, int]:
-        """The scheduler's fields of engine.request.Stats."""
+    def stats(self) -> Stats:
+        """Counters and gauges; those of the graphs are left at 0."""
         occupied = self.tables.occupied()
         running = sum(state.phase is Phase.RUNNING for state in occupied)
         preempted = sum(state.phase is Phase.PREEMPTED for state in occupied)
         pool, cache = self.pages.pool, self.pages.cache
-        return {
-            "running": running,
-            "waiting": len(self._queue) + preempted,
-            "pages_total": pool.num_usable,
-            "pages_free": pool.num_free,
-            "pages_cached": cache.num_evictable,
-            "pages_held": pool.num_usable - pool.num_free - cache.num_evictable,
-            "steps_decode": self._num_steps["decode"],
-            "steps_extend": self._num_steps["extend"],
-            "preemptions": self._running.num_preemptions,
-            "prompt_tokens": self._num_prompt,
-            "cached_prompt_tokens": self._num_cached,
-            "generated_tokens": self.num_generated,
-        }
+        return Stats(
+            running=running,
+            waiting=len(self._queue) + preempted,
+            pages_total=pool.num_usable,
+            pages_free=pool.num_free,
+            pages_cached=cache.num_evictable,
+            pages_held=pool.num_usable - pool.num_free - cache.num_evictable,
+            steps_decode=self._num_steps["decode"],
+            steps_extend=self._num_steps["extend"],
+            preemptions=self._running.num_preemptions,
+            prompt_tokens=self._num_prompt,
+            cached_prompt_tokens=self._num_cached,
+            generated_tokens=self.num_generated,
+        )
 
     def check_integrity(self) -> None:
         """Raise AssertionError with what is broken in slots, pages or tree. For tests and idle

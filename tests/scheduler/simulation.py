@@ -174,8 +174,8 @@ class Simulation:
             assert record.stop_id == expected.stop_id
             self._check_logprobs(request, record)
         stats = self.scheduler.stats()
-        assert stats["running"] == stats["waiting"] == stats["pages_held"] == 0
-        assert stats["pages_free"] + stats["pages_cached"] == stats["pages_total"]
+        assert stats.running == stats.waiting == stats.pages_held == 0
+        assert stats.pages_free + stats.pages_cached == stats.pages_total
 
     def _check_logprobs(self, request: EngineRequest, record: Record) -> None:
         prompt = list(request.prompt_ids)
