@@ -24,7 +24,7 @@ from engine.request import SamplingParams
 
 if TYPE_CHECKING:
     from engine.config import EngineConfig, load_config
-    from engine.llm import LLM
+    from engine.llm import LLM, RequestOutput, TextDelta
 
 __all__ = [
     "LLM",
@@ -37,13 +37,17 @@ __all__ = [
     "NotFound",
     "QueueFull",
     "RequestError",
+    "RequestOutput",
     "SamplingParams",
+    "TextDelta",
     "Unavailable",
     "load_config",
 ]
 
 _LAZY = {
     "LLM": "engine.llm",
+    "RequestOutput": "engine.llm",
+    "TextDelta": "engine.llm",
     "EngineConfig": "engine.config",
     "load_config": "engine.config",
 }

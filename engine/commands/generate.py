@@ -25,7 +25,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("generate: a prompt is empty")
     llm = LLM(config)
     try:
-        params = llm.default_params(max_tokens=MAX_TOKENS)
+        context = llm.engine.config.model.max_model_len
+        params = llm.default_params(max_tokens=min(MAX_TOKENS, context // 2))
         if len(prompts) == 1:
             _stream(llm, prompts[0], params)
         else:
