@@ -36,6 +36,7 @@ _SCALARS = {
     12: "d",
 }
 _STRING, _ARRAY = 8, 9
+_ROW_BYTES = 16 * 1024
 _SHORT_ARRAY = 64  # longer arrays (the vocabulary) are skipped
 
 
@@ -147,16 +148,26 @@ def _num_bytes(shape: tuple[int, ...], kind: gguf.GGMLQuantizationType) -> int:
 def dequantise(file: GgufFile, name: str) -> NDArray[Any]:
     """A tensor's values, float32 (float16 where it is stored so), in torch's order of dims."""
     tensor = file.tensors[name]
-    data = np.memmap(file.path, np.uint8, "r", tensor.start, (tensor.end - tensor.start,))
+    size = tensor.end - tensor.start
+    # A plain view: numpy spends more on each slice of a memmap. Copy on write, for torch.
+    data = np.memmap(file.path, np.uint8, "c", tensor.start, (size,)).view(np.ndarray)
     if tensor.type == gguf.GGMLQuantizationType.F32:
         return data.view(np.float32).reshape(tensor.shape)
     if tensor.type == gguf.GGMLQuantizationType.F16:
         return data.view(np.float16).reshape(tensor.shape)
     try:
-        values = gguf.dequantize(data.reshape(*tensor.shape[:-1], -1), tensor.type)
+        values = gguf.dequantize(data.reshape(_long_rows(tensor, size), -1), tensor.type)
     except NotImplementedError as error:
         raise CheckpointError(f"{file.path}: tensor {name}: {error}") from error
     return np.asarray(values).reshape(tensor.shape)
+
+
+def _long_rows(tensor: GgufTensor, size: int) -> int:
+    """Into how many rows to cut the bytes: gguf works through 16 rows at a time, slow if short."""
+    rows = prod(tensor.shape[:-1])
+    while rows % 2 == 0 and size // rows < _ROW_BYTES:
+        rows //= 2
+    return rows
 
 
 _ARCHITECTURES = {

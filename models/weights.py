@@ -180,7 +180,7 @@ class _Gguf:
             values = unpermute(values, self._model.num_heads)
         if self._permuted and ".k_proj." in part.source:
             values = unpermute(values, self._model.num_kv_heads)
-        return torch.tensor(values[_index(slices)])
+        return torch.from_numpy(values[_index(slices)])
 
 
 def _check_tensors(
