@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from engine.resolve import ResolvedConfig
+from engine.attention_plan import AttentionPlanner, build_planner
 from engine.graph_programs import (
     CompiledProgram,
     EagerProgram,
@@ -22,14 +22,17 @@ from engine.graph_programs import (
 )
 from engine.graph_runner import VARIANTS, GraphRunner
 from engine.limits import max_page_updates
+from engine.resolve import ResolvedConfig
 from engine.scheduler.batch import Kind, Variant
 from engine.step_inputs import Bucket
 from models.config import ModelConfig
 from models.inputs import TensorParallel
+from models.ops import linear
+from models.sharding import local_heads
 from models.step import make_step
 
 KINDS: tuple[Kind, ...] = ("decode", "extend")
-# Past this many compiles of one function torch runs it eagerly with one warning; buckets may be that many.
+# Past this many compiles of one function torch would run it eagerly, with one warning.
 _COMPILES_PER_FUNCTION = 512
 
 
@@ -50,22 +53,44 @@ def build_runner(
     device: torch.device,
 ) -> GraphRunner:
     """A runner with a program per kind and variant, nothing compiled yet."""
+    buckets = make_buckets(config)
+    cuda = device.type == "cuda"
     _configure_torch(config, tensors, device)
-    programs: dict[tuple[Kind, Variant], Program] = {}
-    pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
-    for variant in VARIANTS:
-        for kind in KINDS:
-            programs[kind, variant] = _program(
-                config, model, tp, tensors, device, kind, variant, pool
-            )
+    linear.prepare(device)
+    pool = torch.cuda.graph_pool_handle() if cuda else None
+    programs = {
+        (kind, variant): _program(config, model, tp, tensors, device, kind, variant, pool)
+        for variant in VARIANTS
+        for kind in KINDS
+    }
     return GraphRunner(
         programs,
         tensors,
-        make_buckets(config),
+        buckets,
         device,
-        planner=None,
+        planner=_planner(config, model, tp, tensors, buckets) if cuda else None,
         is_graph=config.compile.backend != "eager",
         dynamic=config.compile.dynamic,
+    )
+
+
+def _planner(
+    config: ResolvedConfig,
+    model: ModelConfig,
+    tp: TensorParallel,
+    tensors: StepTensors,
+    buckets: list[Bucket],
+) -> AttentionPlanner:
+    num_heads, num_kv_heads = local_heads(model, tp)
+    return build_planner(
+        config,
+        num_heads,
+        num_kv_heads,
+        model.head_dim,
+        model.layer_windows,
+        buckets,
+        tensors.state.page_table_SP,
+        tensors.kv_cache.layers[0],
     )
 
 
@@ -84,10 +109,19 @@ def _program(
     options = _compile_options(config, device)
 
     def compile_piece(function: Callable[..., Any]) -> Callable[..., Any]:
-        return torch.compile(function, fullgraph=True, **options) if by_layer else function
+        if not by_layer:
+            return function
+        compiled_piece = torch.compile(function, fullgraph=True, **options)
+        return _with_dynamic_rows(compiled_piece) if config.compile.dynamic else compiled_piece
 
     step: StepFunction = make_step(
-        model, tp, variant, kind, config.sampling.max_logprobs, compile_piece
+        model,
+        tp,
+        variant,
+        kind,
+        config.sampling.max_logprobs,
+        compile_piece,
+        linear.decode_kernels(device, config.compile.skinny_gemm),
     )
     if not compiled:
         return EagerProgram(step, tensors)
@@ -98,6 +132,23 @@ def _program(
     if device.type == "cpu":
         return CompiledProgram(step, tensors)
     return TreesProgram(step, tensors) if trees else ManualProgram(step, tensors, pool)
+
+
+def _with_dynamic_rows(piece: Callable[..., Any]) -> Callable[..., Any]:
+    """The piece, with the first dim of its tensor arguments symbolic from the first call on.
+
+    Between pieces stand new tensors: torch would take their size for a constant until a second one
+    comes, and compile each piece twice. The pages of a layer's cache become symbolic, too, so that
+    their number does not decide whether a compiled piece is found again.
+    """
+
+    def call(*args: Any) -> Any:
+        for arg in args:
+            if isinstance(arg, torch.Tensor) and arg.shape[0] > 1:
+                torch._dynamo.maybe_mark_dynamic(arg, 0)
+        return piece(*args)
+
+    return call
 
 
 def _compile_options(config: ResolvedConfig, device: torch.device) -> dict[str, Any]:

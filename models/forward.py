@@ -17,14 +17,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from models.config import ModelConfig
+from models.fused_layer import can_fuse, fused_decoder_layer
 from models.inputs import KVCache, StepInputs, StepState, TensorParallel
 from models.layers import Family, Params, Rows, decoder_layer, linear, rms_norm
 from models.ops.collectives import all_gather_last, all_reduce
+from models.ops.linear import Kernels
 from models.param_spec import Tree
 from models.registry import family_of
 
 CompilePiece = Callable[[Callable[..., Any]], Callable[..., Any]]
-Backbone = Callable[[Tree, KVCache, StepState, StepInputs], tuple[Tensor, Tensor]]
+Backbone = Callable[[Tree, KVCache, StepState, StepInputs], tuple[Tensor, Tensor | None]]
+PLAIN = Kernels()
 
 
 def as_is(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -59,41 +62,55 @@ def lm_logits(
     tp: TensorParallel,
     params: Tree,
     x_TE: Tensor,
-    residual_TE: Tensor,
+    residual_TE: Tensor | None,
     inputs: StepInputs,
 ) -> Tensor:
     """[L, V] of the tokens whose logits are needed, on every rank; sampling casts as it reads."""
     tokens_L = inputs.logit_tokens_L
-    x_LE = rms_norm(x_TE[tokens_L] + residual_TE[tokens_L], params["final_norm"], model.norm_eps)
+    x_LE = x_TE[tokens_L]
+    if residual_TE is not None:
+        x_LE = x_LE + residual_TE[tokens_L]
+    x_LE = rms_norm(x_LE, params["final_norm"], model.norm_eps)
     head_WE = params["embed"] if model.tie_embeddings else params["lm_head"]
     logits_LW = linear(x_LE, head_WE)
     return all_gather_last(logits_LW, tp.size, tp.group)[:, : model.vocab_size]
 
 
 def make_backbone(
-    model: ModelConfig, tp: TensorParallel, kind: str, compile_piece: CompilePiece = as_is
+    model: ModelConfig,
+    tp: TensorParallel,
+    kind: str,
+    compile_piece: CompilePiece = as_is,
+    kernels: Kernels = PLAIN,
 ) -> Backbone:
-    """(params, kv_cache, state, inputs) -> (x_TE, residual_TE) after all layers; their sum is the
-    hidden state.
+    """(params, kv_cache, state, inputs) -> (x_TE, residual_TE or None) after all layers.
+
+    Their sum is the hidden state.
 
     Args:
         model: the configuration.
         tp: this rank's place.
         kind: "decode" or "extend".
         compile_piece: applied once to the embedding and once to a layer of each window.
+        kernels: `fused` makes decode steps of fused operators, where the family's layers allow it.
     """
     family = family_of(model.architecture)
+    fused = kernels.fused and kind == "decode" and can_fuse(family)
     embed_piece = compile_piece(_embed_piece(tp))
     layer_pieces = {
-        window: compile_piece(_layer_piece(model, family, tp, window, kind))
+        window: compile_piece(
+            _fused_layer_piece(model, tp, window, kind, kernels)
+            if fused
+            else _layer_piece(model, family, tp, window, kind)
+        )
         for window in sorted(set(model.layer_windows))
     }
 
     def backbone(
         params: Tree, kv_cache: KVCache, state: StepState, inputs: StepInputs
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         x_TE, rope_TD = embed_piece(params, state, inputs)
-        residual_TE = torch.zeros_like(x_TE)
+        residual_TE = None if fused else torch.zeros_like(x_TE)
         rows = Rows(
             inputs.kv_slots_T,
             state.page_table_SP,
@@ -106,7 +123,10 @@ def make_backbone(
             params["layers"], kv_cache.layers, model.layer_windows, strict=True
         ):
             layer = layer_pieces[window]
-            x_TE, residual_TE = layer(p, x_TE, residual_TE, rope_TD, kv_layer, rows)
+            if fused:
+                x_TE = layer(p, x_TE, rope_TD, kv_layer, rows)
+            else:
+                x_TE, residual_TE = layer(p, x_TE, residual_TE, rope_TD, kv_layer, rows)
         return x_TE, residual_TE
 
     return backbone
@@ -117,6 +137,19 @@ def _embed_piece(tp: TensorParallel) -> Callable[..., tuple[Tensor, Tensor]]:
         return embed(tp, params, state, inputs)
 
     return embed_step
+
+
+def _fused_layer_piece(
+    model: ModelConfig, tp: TensorParallel, window: int, kind: str, kernels: Kernels
+) -> Callable[..., Tensor]:
+    def fused_layer_step(
+        p: Params, x_TE: Tensor, rope_TD: Tensor, kv_layer: Tensor, rows: Rows
+    ) -> Tensor:
+        return fused_decoder_layer(
+            model, tp, window, kind, kernels, p, x_TE, rope_TD, kv_layer, rows
+        )
+
+    return fused_layer_step
 
 
 def _layer_piece(

@@ -12,7 +12,7 @@ from typing import Literal
 from torch import Tensor
 
 from models.config import ModelConfig
-from models.forward import CompilePiece, as_is, lm_logits, make_backbone
+from models.forward import PLAIN, CompilePiece, as_is, lm_logits, make_backbone
 from models.inputs import (
     KVCache,
     SamplingState,
@@ -21,6 +21,7 @@ from models.inputs import (
     StepState,
     TensorParallel,
 )
+from models.ops.linear import Kernels
 from models.param_spec import Tree
 from models.sampling import sample
 
@@ -38,6 +39,7 @@ def make_step(
     kind: str,
     max_logprobs: int,
     compile_piece: CompilePiece = as_is,
+    kernels: Kernels = PLAIN,
 ) -> Step:
     """The step function of one kind and variant; everything given here is static.
 
@@ -49,17 +51,18 @@ def make_step(
         max_logprobs: alternatives reported by the full variant.
         compile_piece: applied to the embedding, to a layer of each window, and to head and sampling
             together; for an engine that compiles these pieces instead of the whole.
+        kernels: which kernels of ours decode steps use.
 
     Returns:
         A function of (params, kv_cache, state, sampling_state, grammar_LW, inputs). It mutates the
         cache, the state and the sampling state. The last two are None where the variant is plain.
     """
-    backbone = make_backbone(model, tp, kind, compile_piece)
+    backbone = make_backbone(model, tp, kind, compile_piece, kernels)
 
     def head(
         params: Tree,
         x_TE: Tensor,
-        residual_TE: Tensor,
+        residual_TE: Tensor | None,
         state: StepState,
         sampling_state: SamplingState | None,
         grammar_LW: Tensor | None,
