@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -25,6 +26,7 @@ _COMMANDS = {
 }
 USER_MISTAKE = 2
 INTERRUPTED = 128 + signal.SIGINT
+BROKEN_PIPE = 128 + signal.SIGPIPE
 
 
 def _add_config(parser: argparse.ArgumentParser) -> None:
@@ -115,4 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return USER_MISTAKE
     except KeyboardInterrupt:
         return INTERRUPTED
+    except BrokenPipeError:  # `fullgraph generate ... | head`: nobody reads on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
     return status

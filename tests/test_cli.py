@@ -117,6 +117,25 @@ def test_exit_statuses(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
         run_with(monkeypatch, ZeroDivisionError())
 
 
+def test_a_reader_that_leaves_is_no_error() -> None:
+    program = (
+        "import importlib, sys, types\n"
+        "from engine import cli\n"
+        "def run(args):\n"
+        "    for _ in range(100000): print('word')\n"
+        "importlib.import_module = lambda name: types.SimpleNamespace(run=run)\n"
+        "sys.exit(cli.main(['serve', 'x.yaml']))\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 141
+
+
 def test_a_broken_configuration_is_one_line_and_status_2(write_config: Write) -> None:
     path = write_config("model: {path: x}\nkv: {page_size: 0}\n")
     command = [sys.executable, "-m", "engine", "bench", "offline", str(path)]

@@ -6,13 +6,12 @@ import argparse
 import sys
 
 from engine.commands.conversation import HELP, converse, read_lines
-from engine.config import load_config
-from engine.llm import LLM
+from engine.commands.opening import open_llm
 
 
 def run(args: argparse.Namespace) -> int:
     """Load the model and talk until /exit or the end of the input."""
-    llm = LLM(load_config(args.config, args.overrides))
+    llm = open_llm(args)
     try:
         params = llm.default_params(max_tokens=None)
         terminal = sys.stdin.isatty()

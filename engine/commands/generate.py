@@ -8,8 +8,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-from engine.config import load_config
-from engine.errors import ConfigError
+from engine.commands.opening import open_llm
+from engine.errors import InvalidRequest
 from engine.llm import LLM
 from engine.request import SamplingParams
 
@@ -19,11 +19,10 @@ MAX_TOKENS = 512
 
 def run(args: argparse.Namespace) -> int:
     """Stream one prompt, or generate several as a batch."""
-    config = load_config(args.config, args.overrides)
     prompts = args.prompts or [sys.stdin.read()]
     if not all(prompts):
-        raise ConfigError("generate: a prompt is empty")
-    llm = LLM(config)
+        raise InvalidRequest("a prompt is empty")
+    llm = open_llm(args)
     try:
         context = llm.engine.config.model.max_model_len
         params = llm.default_params(max_tokens=min(MAX_TOKENS, context // 2))

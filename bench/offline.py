@@ -1,0 +1,183 @@
+"""Throughput and step time of the engine in this process, and on a CPU against HF transformers.
+
+    python -m bench.offline CONFIG [--set KEY.PATH=VALUE] [--workload] [--steps] [--cpu-hf]
+
+--workload: Mini-SGLang's own offline workload (256 prompts of 100 to 1024 tokens, as many out).
+--steps: milliseconds a decode step at batch 1 and 64, 128 tokens in and 256 out.
+--cpu-hf: batch 1, and 8 at once against HF one after the other, interleaved in one run (peers.py).
+Without any of them: the first two. Prints tables; writes bench/results/NAME.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from bench.peers import compare
+from bench.report import RESULTS, percentile, save, table
+from bench.workloads import Job, mini_sglang, uniform
+from engine.config import load_config
+from engine.llm import LLM
+from engine.request import SamplingParams
+
+BATCHES = (1, 64)
+STEP_INPUT, STEP_OUTPUT = 128, 256
+REPEATS = 3
+COUNTERS = ("steps_decode", "steps_extend", "eager_steps", "recompiles", "preemptions")
+
+
+def fit(jobs: Sequence[Job], num_ids: int) -> list[Job]:
+    """The same jobs with every id below the vocabulary's size."""
+    return [Job([i % num_ids for i in job.prompt_ids], job.num_output) for job in jobs]
+
+
+def params_for(jobs: Sequence[Job], temperature: float) -> list[SamplingParams]:
+    """Exactly `num_output` tokens each."""
+    return [
+        SamplingParams(max_tokens=job.num_output, temperature=temperature, ignore_eos=True)
+        for job in jobs
+    ]
+
+
+def timed(llm: LLM, jobs: Sequence[Job], temperature: float) -> float:
+    """Seconds to run all the jobs at once."""
+    begin = time.perf_counter()
+    outputs = llm.generate(
+        [job.prompt_ids for job in jobs], params_for(jobs, temperature), progress=False
+    )
+    seconds = time.perf_counter() - begin
+    generated = sum(len(output.token_ids) for output in outputs)
+    assert generated == sum(job.num_output for job in jobs), "tokens are missing"
+    return seconds
+
+
+def counters(llm: LLM) -> dict[str, int]:
+    """What the engine counts, and how often the GPU's allocator was asked for memory."""
+    stats = msgspec.structs.asdict(llm.engine.core.stats())
+    result = {key: int(stats[key]) for key in COUNTERS}
+    if torch.cuda.is_available():
+        result["allocations"] = torch.cuda.memory_stats()["allocation.all.allocated"]
+    return result
+
+
+def counted(llm: LLM, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """A run's result and how far each counter went in it."""
+    before = counters(llm)
+    result = run()
+    after = counters(llm)
+    return {**result, **{key: after[key] - before[key] for key in after}}
+
+
+def workload(llm: LLM, num_ids: int) -> dict[str, Any]:
+    """Mini-SGLang's offline benchmark, after a whole pass with another seed."""
+    timed(llm, fit(mini_sglang(7), num_ids), 0.6)
+    jobs = fit(mini_sglang(0), num_ids)
+
+    def run() -> dict[str, Any]:
+        seconds = timed(llm, jobs, 0.6)
+        num_output = sum(job.num_output for job in jobs)
+        num_input = sum(len(job.prompt_ids) for job in jobs)
+        return {
+            "input": num_input,
+            "output": num_output,
+            "seconds": seconds,
+            "output_per_s": num_output / seconds,
+        }
+
+    return counted(llm, run)
+
+
+def step_times(llm: LLM, num_ids: int, batches: Sequence[int]) -> list[dict[str, Any]]:
+    """Milliseconds a decode step, by batch: a long run less a run of one token, over the steps."""
+    rows = []
+    for batch in batches:
+
+        def run(batch: int = batch) -> dict[str, Any]:
+            step_ms, first_ms = [], []
+            for repeat in range(REPEATS):
+                # Other prompts each time: a hit in the prefix cache would shorten the first step.
+                long = fit(uniform(batch, STEP_INPUT, STEP_OUTPUT, 2 * repeat + 1), num_ids)
+                short = fit(uniform(batch, STEP_INPUT, 1, 2 * repeat + 2), num_ids)
+                first = timed(llm, short, 0.0)
+                step_ms.append(1e3 * (timed(llm, long, 0.0) - first) / (STEP_OUTPUT - 1))
+                first_ms.append(1e3 * first)
+            step = percentile(step_ms, 50)
+            return {
+                "batch": batch,
+                "first_token_ms": percentile(first_ms, 50),
+                "step_ms": step,
+                "step_ms_min": min(step_ms),
+                "tokens_per_s": 1e3 * batch / step,
+            }
+
+        timed(llm, fit(uniform(batch, STEP_INPUT, 16, seed=99), num_ids), 0.0)
+        rows.append(counted(llm, run))
+    return rows
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Everything but the comparison, in one engine."""
+    config = load_config(Path(args.config), args.overrides)
+    begin = time.perf_counter()
+    llm = LLM(config)
+    result: dict[str, Any] = {"start_s": time.perf_counter() - begin}
+    try:
+        num_ids = llm.engine.model.vocab_size
+        resolved = llm.engine.config
+        if args.workload:
+            result["workload"] = workload(llm, num_ids)
+            print(f"\nMini-SGLang's offline workload\n{table([result['workload']])}", flush=True)
+        if args.steps:
+            batches = [b for b in BATCHES if b <= resolved.scheduler.max_running]
+            result["steps"] = step_times(llm, num_ids, batches)
+            print(
+                f"\nDecode, {STEP_INPUT} in, {STEP_OUTPUT} out\n{table(result['steps'])}",
+                flush=True,
+            )
+        result["config"] = resolved.model_dump(mode="json", exclude={"server"})
+        result["kv_pages"] = llm.engine.num_pages
+    finally:
+        llm.close()
+    return result
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    summary = (__doc__ or "").partition("\n")[0]
+    parser = argparse.ArgumentParser(prog="bench.offline", description=summary)
+    parser.add_argument("config")
+    parser.add_argument("--set", dest="overrides", action="append", default=[])
+    parser.add_argument("--workload", action="store_true", help="Mini-SGLang's offline workload")
+    parser.add_argument("--steps", action="store_true", help="decode step at batch 1 and 64")
+    parser.add_argument("--cpu-hf", action="store_true", help="against HF transformers on a CPU")
+    parser.add_argument("--tokens", type=int, default=64, help="generated by --cpu-hf")
+    parser.add_argument("--rounds", type=int, default=3, help="of --cpu-hf; the median counts")
+    parser.add_argument("--name", default="offline", help="of the JSON file")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; the exit status."""
+    args = build_parser().parse_args(argv)
+    if not (args.workload or args.steps or args.cpu_hf):
+        args.workload = args.steps = True
+    result: dict[str, Any] = {}
+    if args.cpu_hf:
+        result["cpu_hf"] = compare(args.config, args.overrides, args.tokens, args.rounds)
+        print(f"\nAgainst HF transformers\n{table(result['cpu_hf']['rows'])}", flush=True)
+    if args.workload or args.steps:
+        result |= measure(args)
+    print(f"\n{save(args.name, result, args.results)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

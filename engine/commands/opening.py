@@ -1,0 +1,17 @@
+"""What `generate` and `chat` begin with: configuration to LLM, and what "auto" became."""
+
+from __future__ import annotations
+
+import argparse
+
+from engine.config import load_config
+from engine.llm import LLM
+from engine.terminal import ProgressDisplay
+
+
+def open_llm(args: argparse.Namespace) -> LLM:
+    """Load the model that the command line names; shows the resolved settings."""
+    config = load_config(args.config, args.overrides)
+    llm = LLM(config)
+    ProgressDisplay(config.log.progress).table("resolved", llm.engine.settings)
+    return llm
