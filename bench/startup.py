@@ -1,0 +1,285 @@
+"""How long a start takes, cold and warm: process start -> /health -> first token over HTTP.
+
+    python -m bench.startup CONFIG [--set KEY.PATH=VALUE] [--warm 3] [--request "Hello"]
+
+Cold: no artefact of Inductor, Triton or Dynamo (an empty cache folder of its own; FlashInfer's
+modules stay). Warm: the same folder again. Between the two rows of the server's own phases stands
+what the machine needs for `import torch` alone. Prints a table; writes bench/results/startup.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import http.client
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.parse
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench.report import RESULTS, save, table
+from bench.server_process import ServerFailed, free_port
+
+# The engine writes the seconds of its own phases to the file that this variable names.
+PHASES_VARIABLE = "FULLGRAPH_STARTUP_JSON"
+# Folders that torch would otherwise share with every other program of the user.
+CACHE_VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+START_TIMEOUT_S = 1800.0
+STOP_TIMEOUT_S = 60.0
+_POLL_S = 0.01
+_WATCHED = ("eager", "recompile", "cudagraph_skip")
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start, all times in seconds since the process was started.
+
+    Attributes:
+        ready: /health answered 200.
+        first_token: the first text of a streamed completion arrived.
+        phases: the engine's own, each in seconds it took.
+        counters: metrics that must be 0 when no step was compiled or ran eagerly after the start.
+    """
+
+    ready: float
+    first_token: float
+    phases: Mapping[str, float] = field(default_factory=dict)
+    counters: Mapping[str, float] = field(default_factory=dict)
+
+
+def measure_start(
+    command: Sequence[str], url: str, prompt: str, folder: Path, environment: Mapping[str, str]
+) -> Start:
+    """Start a server, ask it for one completion, stop it.
+
+    Args:
+        command: starts the server in the foreground.
+        url: where it will listen.
+        prompt: of the request.
+        folder: for the phases file and the server's log.
+        environment: of the process.
+
+    Raises:
+        ServerFailed: it ended, or was not healthy in time; the message has the end of its log.
+    """
+    phases_file, log_file = folder / "phases.json", folder / "server.log"
+    phases_file.unlink(missing_ok=True)
+    with open(log_file, "wb") as log:
+        begin = time.perf_counter()
+        server = subprocess.Popen(
+            command,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**environment, PHASES_VARIABLE: str(phases_file)},
+        )
+    try:
+        _wait_until_healthy(url, server, log_file)
+        ready = time.perf_counter() - begin
+        _first_text(url, prompt)
+        first_token = time.perf_counter() - begin
+        return Start(ready, first_token, read_phases(phases_file), watched_counters(url))
+    finally:
+        _stop(server)
+
+
+def read_phases(file: Path) -> dict[str, float]:
+    """Phase to seconds as the engine wrote them; empty where it wrote nothing usable."""
+    with contextlib.suppress(OSError, ValueError):
+        data = json.loads(file.read_text())
+        if isinstance(data, dict):
+            return {str(k): float(v) for k, v in data.items() if isinstance(v, (int, float))}
+    return {}
+
+
+def watched_counters(url: str) -> dict[str, float]:
+    """Metrics of eager steps, recompiles and skipped graphs; empty without /metrics."""
+    with contextlib.suppress(OSError, http.client.HTTPException), _request(url, "/metrics") as r:
+        if r.status == 200:
+            return parse_counters(r.read().decode(errors="replace"))
+    return {}
+
+
+def parse_counters(text: str) -> dict[str, float]:
+    """Name to value of the samples that `_WATCHED` names."""
+    found = {}
+    for line in text.splitlines():
+        name, _, value = line.rpartition(" ")
+        if not name.startswith("#") and any(word in name for word in _WATCHED):
+            with contextlib.suppress(ValueError):
+                found[name] = float(value)
+    return {name: value for name, value in found.items() if "_created" not in name}
+
+
+def import_torch_seconds() -> float:
+    """What no server in Python gets below on this machine: a process that only imports torch."""
+    begin = time.perf_counter()
+    subprocess.run([sys.executable, "-c", "import torch"], check=True)
+    return time.perf_counter() - begin
+
+
+def rows(cold: Start, warm: Sequence[Start]) -> list[dict[str, object]]:
+    """The table: a row per phase, then the times since the process was started."""
+    names = [*cold.phases, *(n for n in warm[0].phases if n not in cold.phases)]
+    lines: list[dict[str, object]] = [
+        {
+            "seconds": f"  {name}",
+            "cold": cold.phases.get(name),
+            "warm": _median([w.phases[name] for w in warm if name in w.phases]),
+        }
+        for name in names
+    ]
+    for name in ("ready", "first_token"):
+        values = [getattr(w, name) for w in warm]
+        lines.append(
+            {
+                "seconds": name.replace("_", " "),
+                "cold": getattr(cold, name),
+                "warm": _median(values),
+                "warm min .. max": f"{min(values):.2f} .. {max(values):.2f}",
+            }
+        )
+    # report.table takes its columns from the first row.
+    return [{"warm min .. max": None, **line} for line in lines] if lines else lines
+
+
+def as_json(start: Start) -> dict[str, Any]:
+    """Plain JSON."""
+    return {
+        "ready_s": start.ready,
+        "first_token_s": start.first_token,
+        "phases_s": dict(start.phases),
+        "counters": dict(start.counters),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure one cold start and several warm ones."""
+    options = _parser().parse_args(arguments)
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    with tempfile.TemporaryDirectory(prefix="fullgraph-startup-") as name:
+        folder = Path(name)
+        settings = [
+            *options.overrides,
+            f"compile.cache_dir={folder / 'cache'}",
+            f"server.port={port}",
+            "server.host=127.0.0.1",
+            "server.api_key=null",
+        ]
+        words = [word for text in settings for word in ("--set", text)]
+        command = [sys.executable, "-m", "engine", "serve", str(options.config), *words]
+        caches = {variable: str(folder / variable) for variable in CACHE_VARIABLES}
+        environment = {**os.environ, **caches}
+        floor = import_torch_seconds()
+        try:
+            cold = measure_start(command, url, options.request, folder, environment)
+            print(f"cold: first token after {cold.first_token:.2f} s", file=sys.stderr)
+            warm = []
+            for _ in range(options.warm):
+                warm.append(measure_start(command, url, options.request, folder, environment))
+                print(f"warm: first token after {warm[-1].first_token:.2f} s", file=sys.stderr)
+        except ServerFailed as error:
+            print(f"bench startup: {error}", file=sys.stderr)
+            return 1
+        size = sum(f.stat().st_size for f in (folder / "cache").rglob("*") if f.is_file())
+    print(table(rows(cold, warm)))
+    print(f"import torch alone: {floor:.2f} s; cache on disk: {size / 2**20:.1f} MiB")
+    result = {
+        "config": str(options.config),
+        "overrides": options.overrides,
+        "import_torch_s": floor,
+        "cache_bytes": size,
+        "cold": as_json(cold),
+        "warm": [as_json(start) for start in warm],
+    }
+    print(f"written to {save('startup', result, options.results)}")
+    bad = {k: v for start in warm for k, v in start.counters.items() if v}
+    if bad:
+        print(f"steps compiled or ran eagerly after a warm start: {bad}", file=sys.stderr)
+    return 1 if bad else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="fullgraph bench startup", description="Seconds of a cold and of warm starts."
+    )
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--set", dest="overrides", action="append", default=[])
+    parser.add_argument("--warm", type=int, default=3, help="warm starts; the median is shown")
+    parser.add_argument("--request", default="Hello", help="prompt of the first request")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the JSON")
+    return parser
+
+
+@contextlib.contextmanager
+def _request(
+    url: str, path: str, body: Mapping[str, Any] | None = None, timeout_s: float = 600
+) -> Iterator[http.client.HTTPResponse]:
+    host = urllib.parse.urlsplit(url).netloc
+    connection = http.client.HTTPConnection(host, timeout=timeout_s)
+    try:
+        if body is None:
+            connection.request("GET", path)
+        else:
+            headers = {"Content-Type": "application/json"}
+            connection.request("POST", path, json.dumps(body), headers)
+        yield connection.getresponse()
+    finally:
+        connection.close()
+
+
+def _wait_until_healthy(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        if server.poll() is not None:
+            raise ServerFailed(f"ended with status {server.returncode}:\n{_tail(log)}")
+        refused = contextlib.suppress(OSError, http.client.HTTPException)
+        with refused, _request(url, "/health", timeout_s=5) as response:
+            if response.status == 200:
+                return
+        time.sleep(_POLL_S)
+    raise ServerFailed(f"not healthy after {START_TIMEOUT_S:.0f} s:\n{_tail(log)}")
+
+
+def _first_text(url: str, prompt: str) -> None:
+    with _request(url, "/v1/models") as response:
+        model = json.loads(response.read())["data"][0]["id"]
+    body = {"model": model, "prompt": prompt, "max_tokens": 8, "temperature": 0, "stream": True}
+    with _request(url, "/v1/completions", body) as response:
+        if response.status != 200:
+            raise ServerFailed(f"the completion failed: {response.status} {response.read()!r}")
+        for line in response:
+            if line.startswith(b"data: {"):
+                return
+    raise ServerFailed("the completion ended without a token")
+
+
+def _tail(log: Path) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-20:])
+
+
+def _stop(server: subprocess.Popen[bytes]) -> None:
+    if server.poll() is None:
+        server.send_signal(signal.SIGTERM)
+    try:
+        server.wait(timeout=STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        server.kill()
+        server.wait()
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return statistics.median(values) if values else None
+
+
+if __name__ == "__main__":
+    sys.exit(main())
