@@ -1,0 +1,90 @@
+"""Which entry of the compile cache belongs to a configuration: the engine's side of compile_cache.
+
+    config -> prepare -> checkpoint, model, resolved settings -> fingerprint -> entry of the store
+
+Loads no weights and compiles nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from compile_cache import (
+    Fingerprint,
+    Store,
+    compile_config,
+    flatten,
+    machine_parts,
+    source_digest,
+)
+from engine.config import EngineConfig
+from engine.errors import ModelError
+from engine.resolve import ResolvedConfig, resolve
+from models.checkpoint import Checkpoint, resolve_checkpoint
+from models.config import ModelConfig
+from models.errors import ModelError as ModelsError
+
+logger = logging.getLogger(__name__)
+
+# Besides models/: what decides how the step is traced, compiled and recorded.
+_ENGINE_SOURCES = ("graph_programs", "graph_runner", "step_compiler", "step_inputs")
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """All that is known of a start before the weights are read."""
+
+    checkpoint: Checkpoint
+    model: ModelConfig
+    config: ResolvedConfig
+
+
+def prepare(config: EngineConfig) -> Prepared:
+    """Find the model's files, read its configuration, resolve every "auto" on this machine.
+
+    Raises:
+        ConfigError: a setting that this machine or model cannot honour.
+        ModelError: no such checkpoint, or one that cannot be served.
+    """
+    options = config.model
+    try:
+        checkpoint = resolve_checkpoint(
+            options.path, options.revision, options.offline, options.load
+        )
+        model = ModelConfig.from_hf(checkpoint.config)
+    except ModelsError as error:
+        raise ModelError(str(error)) from error
+    cuda = torch.cuda.is_available()
+    resolved = resolve(
+        config,
+        max_position=model.max_position,
+        checkpoint_dtype=model.dtype,
+        cuda=cuda,
+        capability=torch.cuda.get_device_capability() if cuda else None,
+    )
+    return Prepared(checkpoint, model, resolved)
+
+
+def store_of(config: EngineConfig) -> Store:
+    """Where the configuration keeps artefacts; trouble with the disk is a warning in the log."""
+    folder = config.compile.cache_dir
+    return Store(Path(folder) if folder else None, logger.warning)
+
+
+def fingerprint_of(prepared: Prepared) -> Fingerprint:
+    """Everything that the compiled artefacts of this start depend on."""
+    here = Path(__file__).resolve().parent
+    sources = [here.parent / "models", *(here / f"{name}.py" for name in _ENGINE_SOURCES)]
+    return Fingerprint(
+        {
+            **machine_parts(prepared.config.device),
+            **compile_config(prepared.config.model_dump(mode="json")),
+            **flatten(dataclasses.asdict(prepared.model), "model."),
+            "source": source_digest(sources),
+        }
+    )
