@@ -163,24 +163,29 @@ def _count(
 
 def _report(logits_LV: Tensor, ids_L: Tensor, max_logprobs: int) -> list[Tensor]:
     """The columns of StepOutputs.packed_LC in the full variant."""
-    norm_L1 = _log_norm(logits_LV)
-    own_L1 = logits_LV.gather(1, ids_L.clamp(min=0).long().unsqueeze(1)) - norm_L1
+    top_L1, log_mass_L1 = _log_norm(logits_LV)
+    own_L1 = logits_LV.gather(1, ids_L.clamp(min=0).long().unsqueeze(1))
+    own_L1 = own_L1 - top_L1 - log_mass_L1
     columns = [ids_L.unsqueeze(1), _logprob_bits(own_L1)]
     if max_logprobs > 0:
         num = min(max_logprobs, logits_LV.shape[1])
-        top_LK, top_ids_LK = logits_LV.topk(num, dim=1)
+        best_LK, best_ids_LK = logits_LV.topk(num, dim=1)
+        best_LK = best_LK - top_L1 - log_mass_L1
         padding = (0, max_logprobs - num)  # of a vocabulary smaller than K
-        columns.append(F.pad(top_ids_LK.int(), padding))
-        columns.append(_logprob_bits(F.pad(top_LK - norm_L1, padding, value=LOGPROB_FLOOR)))
+        columns.append(F.pad(best_ids_LK.int(), padding))
+        columns.append(_logprob_bits(F.pad(best_LK, padding, value=LOGPROB_FLOOR)))
     return columns
 
 
-def _log_norm(logits_LV: Tensor) -> Tensor:
-    """logsumexp [L, 1], over the chunks of `_draw`: compiled, both read the logits in one go."""
+def _log_norm(logits_LV: Tensor) -> tuple[Tensor, Tensor]:
+    """The maximum and log(sum(exp(logits - maximum))), each [L, 1].
+
+    Over the chunks of `_draw`, so that compiled, both read the logits in one go.
+    """
     logits_LCW, tops_LC, bases_LC = _chunked(logits_LV)
     mass_LC = (logits_LCW - bases_LC.unsqueeze(2)).exp().sum(dim=2)
     top_L1 = tops_LC.amax(dim=1, keepdim=True)
-    return top_L1 + ((tops_LC - top_L1).exp() * mass_LC).sum(dim=1, keepdim=True).log()
+    return top_L1, ((tops_LC - top_L1).exp() * mass_LC).sum(dim=1, keepdim=True).log()
 
 
 def _logprob_bits(logprobs: Tensor) -> Tensor:
