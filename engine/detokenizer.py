@@ -17,6 +17,8 @@ from engine.tokenizer import Tokenizer
 # were not the beginning of a character.
 _MAX_PENDING_TOKENS = 4
 _REPLACEMENT = "\ufffd"
+# Tokens of the prompt that a continuation is decoded behind.
+_PROMPT_TAIL = 6
 
 
 class _Decoder(Protocol):
@@ -57,14 +59,17 @@ class _WindowDecoder:
             |<-- shown --->|<- pending ->|
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, skip_special_tokens: bool, prompt_ids: Sequence[int]
+    ) -> None:
         self._tokenizer = tokenizer
         self._skipped: frozenset[int] = (
             tokenizer.special_ids if skip_special_tokens else frozenset()
         )
-        self._ids: list[int] = []
-        self._read = 0
-        self._shown = ""
+        tail = prompt_ids[-_PROMPT_TAIL:]
+        self._ids = [i for i in tail if i not in self._skipped and tokenizer.token_bytes(i)]
+        self._read = len(self._ids)
+        self._shown = self._decode() if self._ids else ""
         self._unfinished = 0  # last tokens in a row after which the text ended in U+FFFD
 
     def add(self, token_ids: Sequence[int]) -> str:
@@ -165,6 +170,9 @@ class Detokenizer:
         tokenizer: whose ids they are.
         stop: strings that end the text; never part of it.
         skip_special_tokens: leave special tokens out.
+        prompt_ids: what the text continues, where that decides whether it begins with a space
+            (sentencepiece); () for a text of its own.
+        min_tokens: stop strings are not looked for in the text of this many tokens.
 
     Attributes:
         num_tokens: ids taken, up to and including the one that completed a stop string.
@@ -178,13 +186,16 @@ class Detokenizer:
         stop: Sequence[str] = (),
         *,
         skip_special_tokens: bool = True,
+        prompt_ids: Sequence[int] = (),
+        min_tokens: int = 0,
     ) -> None:
         self._decoder: _Decoder = (
             _ByteDecoder(tokenizer, skip_special_tokens)
             if tokenizer.byte_level
-            else _WindowDecoder(tokenizer, skip_special_tokens)
+            else _WindowDecoder(tokenizer, skip_special_tokens, prompt_ids)
         )
         self._matcher = StopMatcher(stop) if stop else None
+        self._min_tokens = min_tokens
         self.num_tokens = 0
         self.num_characters = 0
 
@@ -207,7 +218,8 @@ class Detokenizer:
             text = self._decoder.add((token_id,))
             self.num_characters += len(text)
             if text:
-                pieces.append(self._matcher.add(text))
+                early = self.num_tokens <= self._min_tokens
+                pieces.append(text if early else self._matcher.add(text))
         return "".join(pieces)
 
     def finish(self) -> str:

@@ -1,0 +1,110 @@
+"""Prometheus metrics of one server. A leaf: imports nothing of ours.
+
+Each server has a registry of its own, so that several can live in one process (tests do).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80)
+_TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2)
+
+
+class _EngineCollector(Collector):
+    """The engine's own numbers, as it last reported them."""
+
+    def __init__(self) -> None:
+        self.gauges: Mapping[str, float] = {}
+        self.counters: Mapping[str, float] = {}
+
+    def collect(self) -> Iterable[Metric]:
+        for name, value in self.gauges.items():
+            yield GaugeMetricFamily(f"fullgraph_engine_{name}", name.replace("_", " "), value)
+        for name, value in self.counters.items():
+            yield CounterMetricFamily(f"fullgraph_engine_{name}", name.replace("_", " "), value)
+
+
+class Metrics:
+    """Everything that /metrics shows. Times are in seconds, lengths in tokens."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        registry = self._registry
+        self._engine = _EngineCollector()
+        registry.register(self._engine)
+        self._http = Counter(
+            "fullgraph_http_requests",
+            "HTTP requests answered.",
+            ["endpoint", "status"],
+            registry=registry,
+        )
+        self._finished = Counter(
+            "fullgraph_choices", "Choices ended, by reason.", ["reason"], registry=registry
+        )
+        self._prompt_tokens = Counter(
+            "fullgraph_prompt_tokens", "Prompt tokens accepted.", registry=registry
+        )
+        self._generated_tokens = Counter(
+            "fullgraph_generated_tokens", "Tokens given to clients.", registry=registry
+        )
+        self._first_token = Histogram(
+            "fullgraph_time_to_first_token_seconds",
+            "From the request's arrival to its first token.",
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self._per_token = Histogram(
+            "fullgraph_time_per_output_token_seconds",
+            "Mean time between a choice's tokens, once per choice.",
+            buckets=_TOKEN_SECONDS,
+            registry=registry,
+        )
+        self._whole = Histogram(
+            "fullgraph_request_seconds",
+            "From the request's arrival to the end of a choice.",
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self._open = Gauge("fullgraph_open_requests", "Choices in flight.", registry=registry)
+
+    def answered(self, endpoint: str, status: int) -> None:
+        """An HTTP request got its status."""
+        self._http.labels(endpoint, str(status)).inc()
+
+    def accepted(self, num_prompt_tokens: int) -> None:
+        """A request went to the engine."""
+        self._prompt_tokens.inc(num_prompt_tokens)
+
+    def first_token(self, seconds: float) -> None:
+        """A choice got its first token."""
+        self._first_token.observe(seconds)
+
+    def finished(
+        self, reason: str, num_tokens: int, seconds: float, since_first_s: float | None
+    ) -> None:
+        """A choice ended ("stop", "length", "abort" or "error"), with what it gave the client."""
+        self._finished.labels(reason).inc()
+        self._generated_tokens.inc(num_tokens)
+        self._whole.observe(seconds)
+        if since_first_s is not None and num_tokens > 1:
+            self._per_token.observe(since_first_s / (num_tokens - 1))
+
+    def render(
+        self, num_open: int, gauges: Mapping[str, float], counters: Mapping[str, float]
+    ) -> bytes:
+        """The text of /metrics.
+
+        Args:
+            num_open: choices in flight.
+            gauges / counters: the engine's numbers by name; empty where it did not answer.
+        """
+        self._open.set(num_open)
+        self._engine.gauges, self._engine.counters = gauges, counters
+        return generate_latest(self._registry)

@@ -1,0 +1,78 @@
+"""The four shapes of a completion's prompt: text, texts, token ids, lists of token ids."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from engine.errors import InvalidRequest
+from engine.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, eq=False)
+class Prompt:
+    """One prompt.
+
+    Attributes:
+        text: as given; None when ids were given.
+        token_ids: at least one.
+    """
+
+    text: str | None
+    token_ids: list[int]
+
+
+def completion_prompts(
+    prompt: object,
+    tokenizer: Tokenizer,
+    *,
+    max_prompts: int,
+    vocab_size: int,
+    add_special_tokens: bool,
+) -> list[Prompt]:
+    """The prompts, in order.
+
+    Raises:
+        InvalidRequest: another shape, an empty prompt, too many, or an id outside the vocabulary.
+    """
+    if prompt is None:
+        raise InvalidRequest("prompt: this field is required", param="prompt")
+    items: list[Any] = prompt if isinstance(prompt, list) else [prompt]
+    if not items:
+        raise InvalidRequest("prompt: the list is empty", param="prompt")
+    if isinstance(items[0], int | float) and isinstance(prompt, list):
+        items = [items]  # one prompt of token ids
+    if len(items) > max_prompts:
+        raise InvalidRequest(
+            f"prompt: got {len(items)} prompts, allowed: at most {max_prompts}", param="prompt"
+        )
+    if all(isinstance(item, str) for item in items):
+        return [_text_prompt(item, tokenizer, add_special_tokens) for item in items]
+    if all(isinstance(item, list) for item in items):
+        return [_ids_prompt(item, vocab_size) for item in items]
+    raise InvalidRequest(
+        "prompt: a text, a list of texts, a list of token ids or a list of such lists is expected",
+        param="prompt",
+    )
+
+
+def _text_prompt(text: str, tokenizer: Tokenizer, add_special_tokens: bool) -> Prompt:
+    ids = tokenizer.encode(text, add_special_tokens=add_special_tokens) if text else []
+    if not ids:
+        raise InvalidRequest("prompt: it is empty", param="prompt")
+    return Prompt(text, ids)
+
+
+def _ids_prompt(ids: list[object], vocab_size: int) -> Prompt:
+    if not ids:
+        raise InvalidRequest("prompt: it is empty", param="prompt")
+    checked = [item for item in ids if isinstance(item, int) and not isinstance(item, bool)]
+    if len(checked) != len(ids):
+        raise InvalidRequest("prompt: token ids must be integers", param="prompt")
+    for token_id in (min(checked), max(checked)):
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequest(
+                f"prompt: token id {token_id} is outside the vocabulary of {vocab_size}",
+                param="prompt",
+            )
+    return Prompt(None, checked)

@@ -1,0 +1,148 @@
+"""The bodies of requests: names, types and ranges that do not depend on the model or the limits.
+
+Strict types: "5" is no integer, 1.5 neither, true is no number, NaN no temperature. Unknown fields
+are ignored, as OpenAI-compatible servers do, except those that would change the answer in a way we
+cannot honour: `refuse_unsupported` names them. null is the same as leaving a field out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from engine.errors import InvalidRequest
+
+_INT64 = 2**63
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Count = Annotated[int, Field(ge=0)]
+
+
+class Body(BaseModel):
+    """Strict types, unknown fields ignored."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, frozen=True)
+
+
+class SamplingBody(Body):
+    """What both ways of asking for text share. Fields below `priority` are vLLM's additions."""
+
+    model: str | None = None
+    n: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Count | None = None
+    temperature: Annotated[float, Field(ge=0, le=1e6)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: Annotated[int, Field(ge=-_INT64, lt=2 * _INT64)] | None = None
+    stop: Any = None
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
+    user: str | None = None
+    priority: Annotated[int, Field(ge=-_INT64, lt=_INT64)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    min_tokens: Count | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    add_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+
+
+class CompletionBody(SamplingBody):
+    """/v1/completions. prompt: text, list of texts, token ids, or list of lists of token ids."""
+
+    prompt: Any
+    echo: bool | None = None
+    logprobs: Count | None = None
+    best_of: Count | None = None
+
+
+class ChatBody(SamplingBody):
+    """/v1/chat/completions."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Count | None = None
+    tools: list[dict[str, Any]] | None = None
+    functions: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    function_call: Any = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class TokenizeBody(Body):
+    """/tokenize: a prompt, or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(Body):
+    """/detokenize."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+# Fields that other servers honour and that would be wrong to ignore in silence.
+_UNSUPPORTED = (
+    "suffix",
+    "audio",
+    "web_search_options",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "structured_outputs",
+    "use_beam_search",
+    "bad_words",
+    "allowed_token_ids",
+    "include_stop_str_in_output",
+    "truncate_prompt_tokens",
+    "prompt_logprobs",
+    "prompt_embeds",
+    "logits_processors",
+    "chat_template",
+)
+
+
+def refuse_unsupported(data: Mapping[str, Any]) -> None:
+    """Refuse what we cannot do but would be missed.
+
+    Raises:
+        InvalidRequest: names the field.
+    """
+    for name in _UNSUPPORTED:
+        if data.get(name) not in (None, False, "", [], {}):
+            raise InvalidRequest(f"{name} is not supported by this server", param=name)
+    form = data.get("response_format")
+    kind = form.get("type") if isinstance(form, dict) else form
+    if kind not in (None, "text"):
+        raise InvalidRequest(
+            f"response_format {kind!r} is not supported by this server, only 'text'",
+            param="response_format",
+        )
+    if data.get("modalities") not in (None, ["text"]):
+        raise InvalidRequest("only the modality 'text' is supported", param="modalities")
+    forced = data.get("tool_choice"), data.get("function_call")
+    for name, choice in zip(("tool_choice", "function_call"), forced, strict=True):
+        if choice not in (None, "none", "auto"):
+            raise InvalidRequest(
+                f"{name}: a call cannot be forced on this server; allowed: 'none', 'auto'",
+                param=name,
+            )

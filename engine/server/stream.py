@@ -1,0 +1,177 @@
+"""Answers as server-sent events, one frame per choice and batch of tokens.
+
+Frames are put together from parts that were encoded once per request: at hundreds of streams the
+encoding of a frame is most of what the HTTP side does. Knows the two shapes of an answer, nothing
+of the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any, Protocol
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from engine.errors import FullgraphError
+from engine.server.deltas import Delta
+from engine.server.errors import error_body, error_response
+from engine.server.logprobs import chat_logprobs, completion_logprobs
+from engine.server.protocol import Job
+from engine.server.run import Run
+from engine.tokenizer import Tokenizer
+
+_encode = msgspec.json.Encoder().encode
+DONE = b"data: [DONE]\n\n"
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # proxies must not collect the frames
+]
+
+
+def usage(job: Job, num_completion_tokens: int) -> dict[str, int]:
+    """OpenAI's usage: prompts counted once each, whatever their number of choices."""
+    return {
+        "prompt_tokens": job.num_prompt_tokens,
+        "completion_tokens": num_completion_tokens,
+        "total_tokens": job.num_prompt_tokens + num_completion_tokens,
+    }
+
+
+class Frames(Protocol):
+    """Bytes of the events of one answer."""
+
+    def delta(self, index: int, delta: Delta) -> bytes:
+        """What is new in one choice."""
+
+    def usage(self, counts: dict[str, int]) -> bytes:
+        """The last chunk: no choices, the usage."""
+
+
+class _Frames:
+    def __init__(self, job: Job, answer_id: str, tokenizer: Tokenizer, kind: str) -> None:
+        self._job, self._tokenizer = job, tokenizer
+        head = {"id": answer_id, "object": kind, "created": int(time.time()), "model": job.model}
+        self._head = b"data: " + _encode(head)[:-1] + b',"choices":['
+        self._choice = self._head + b'{"index":'
+        # With include_usage every chunk has the field, null up to the last one.
+        self._tail = b"]%s}\n\n" % (b',"usage":null' if job.include_usage else b"")
+
+    def _end(self, index: int, delta: Delta, logprobs: bytes) -> bytes:
+        reason = b"null" if delta.finish_reason is None else b'"%s"' % delta.finish_reason.encode()
+        ids = b""
+        if self._job.return_token_ids:
+            ids = b',"token_ids":' + _encode(delta.token_ids)
+        return b'%s,"finish_reason":%s%s}%s' % (logprobs, reason, ids, self._tail)
+
+    def usage(self, counts: dict[str, int]) -> bytes:
+        return b'%s],"usage":%s}\n\n' % (self._head, _encode(counts))
+
+
+class CompletionFrames(_Frames):
+    """Chunks of /v1/completions."""
+
+    def __init__(self, job: Job, answer_id: str, tokenizer: Tokenizer) -> None:
+        super().__init__(job, answer_id, tokenizer, "text_completion")
+
+    def delta(self, index: int, delta: Delta) -> bytes:
+        logprobs = b',"logprobs":null'
+        if self._job.logprobs is not None:
+            logprobs = b',"logprobs":' + _encode(completion_logprobs(delta, self._tokenizer))
+        text = _encode(delta.text)
+        return b'%s%d,"text":%s%s' % (
+            self._choice,
+            index,
+            text,
+            self._end(index, delta, logprobs),
+        )
+
+
+class ChatFrames(_Frames):
+    """Chunks of /v1/chat/completions; a choice's first one says whose words they are."""
+
+    def __init__(self, job: Job, answer_id: str, tokenizer: Tokenizer) -> None:
+        super().__init__(job, answer_id, tokenizer, "chat.completion.chunk")
+        self._begun: set[int] = set()
+
+    def delta(self, index: int, delta: Delta) -> bytes:
+        logprobs = b',"logprobs":null'
+        if self._job.logprobs is not None:
+            logprobs = b',"logprobs":' + _encode(chat_logprobs(delta, self._tokenizer))
+        content = b'{"content":%s}' % _encode(delta.text) if delta.text else b"{}"
+        frame = b'%s%d,"delta":%s%s' % (
+            self._choice,
+            index,
+            content,
+            self._end(index, delta, logprobs),
+        )
+        return frame if index in self._begun else self._role(index) + frame
+
+    def _role(self, index: int) -> bytes:
+        self._begun.add(index)
+        role = b'{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
+        return b'%s%d,"delta":%s%s' % (self._choice, index, role, self._tail)
+
+
+def frames(job: Job, answer_id: str, tokenizer: Tokenizer) -> Frames:
+    """The frames of a job's shape."""
+    shape = ChatFrames if job.kind == "chat" else CompletionFrames
+    return shape(job, answer_id, tokenizer)
+
+
+class EventStream(Response):
+    """An answer that is sent as it grows.
+
+    The header waits for the first delta, so that a request which the engine refuses (a full queue)
+    still gets its true status. A client that goes away aborts the run.
+    """
+
+    def __init__(self, run: Run, shape: Frames) -> None:
+        self._run, self._shape = run, shape
+        self._started = False
+        self.background = None
+        self.status_code = 200
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        watcher = asyncio.create_task(close_on_disconnect(self._run, receive))
+        try:
+            await self._send_all(send)
+        except FullgraphError as error:
+            if not self._started:
+                await error_response(error)(scope, receive, send)
+                return
+            await self._body(send, b"data: %s\n\n" % _encode(error_body(error)), more=False)
+        finally:
+            self._run.close()
+            watcher.cancel()
+
+    async def _send_all(self, send: Send) -> None:
+        run, shape = self._run, self._shape
+        async for batch in run.deltas():
+            if not self._started:
+                await self._start(send)
+            parts = [shape.delta(index, delta) for index, delta in batch]
+            await self._body(send, parts[0] if len(parts) == 1 else b"".join(parts))
+        last = DONE
+        if run.job.include_usage:
+            last = shape.usage(usage(run.job, run.num_completion_tokens)) + DONE
+        if self._started:  # else the client left before the first token
+            await self._body(send, last, more=False)
+
+    async def _start(self, send: Send) -> None:
+        self._started = True
+        await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+
+    async def _body(self, send: Send, body: bytes, *, more: bool = True) -> None:
+        await send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+async def close_on_disconnect(run: Run, receive: Receive) -> None:
+    """Abort the run when its client goes away. The request's body must have been read."""
+    message: Any = {}
+    while message.get("type") != "http.disconnect":
+        message = await receive()
+    run.close()
