@@ -27,7 +27,7 @@ from torch import Tensor
 from engine.attention_plan import AttentionPlanner, AttentionShape
 from engine.scheduler.batch import ScheduledBatch
 from engine.step_inputs import Bucket, empty_batch
-from models.ops import attention_cuda, attention_triton, fused_triton, linear_triton
+from models.ops import attention_cuda, decode_triton, fused_triton, linear_triton
 from models.ops.linear_table import Choice, choose_linear
 
 BANDWIDTH = 4.3e12  # bytes a second, measured by a device copy
@@ -100,17 +100,21 @@ def candidates(m: Matrix, rows: int) -> Iterator[Choice | None]:
             (1, 2, 4, 8), (512, 1024, 2048, 4096), (4, 8)
         ):
             elements = block_n * block_k * (2 if m.act else 1)
-            if 2048 <= elements <= 16384 and block_k <= 2 * m.inner:
+            large = m.inner > 4096 and not (block_n >= 4 and block_k <= 2048 and warps == 4)
+            if 2048 <= elements <= 16384 and block_k <= 2 * m.inner and not large:
                 yield Choice(block_n, block_k, warps=warps)
         return
-    tiles = ((16, 256, 4), (32, 128, 4), (32, 256, 3), (64, 64, 5), (64, 128, 4), (128, 64, 4))
-    for (block_n, block_k, stages), split in itertools.product(tiles, (1, 2, 4, 8)):
-        programs = -(-m.columns // block_n) * split
-        shared = stages * block_k * 2 * (block_n * (2 if m.act else 1) + max(16, rows))
+    tiles = (
+        (16, 256, 4, 4), (32, 128, 4, 4), (32, 256, 3, 4), (64, 64, 3, 4), (64, 64, 5, 4),
+        (64, 128, 3, 4), (64, 128, 4, 4), (64, 128, 4, 8), (128, 64, 4, 4), (128, 64, 4, 8),
+    )  # fmt: skip
+    for (block_n, block_k, stages, warps), split in itertools.product(tiles, (1, 2, 4, 8)):
+        programs = -(-m.columns // (block_n // 2 if m.act else block_n)) * split
+        shared = stages * block_k * 2 * (block_n + max(16, rows))
         cut = m.inner % (split * block_k) == 0 and m.inner // split >= 2 * block_k
         if cut and 64 <= programs <= 400 and shared <= 200 << 10:
-            for fuse_norm in (True, False) if m.norm else (True,):
-                yield Choice(block_n, block_k, split, stages, 4, fuse_norm)
+            for fuse_norm in (0, 1, 2) if m.norm else (1,):
+                yield Choice(block_n, block_k, split, stages, warps, fuse_norm)
 
 
 def linear_call(
@@ -118,7 +122,7 @@ def linear_call(
 ) -> Tensor:
     """What `fused_linear` does, with a given choice."""
     y = torch.empty_like(residual)
-    fused = choice is not None and choice.fuse_norm
+    fused = choice is not None and choice.fuse_norm > 0
     if m.norm and not fused:
         normed = torch.empty_like(x)
         fused_triton.rms_norm(x, norm, 1e-6, normed, True)
@@ -139,7 +143,7 @@ def linear_call(
         m.act,
         residual if m.residual else None,
         y,
-        linear_triton.Tiles(*choice[:5]),
+        choice,
         ws,
         True,
     )
@@ -268,17 +272,16 @@ def make_case(batch: int, kv_len: int, heads: int, kv_heads: int, head_dim: int)
 
 def attention_variants(
     case: Case,
-) -> Iterator[tuple[str, attention_triton.DecodeShape | None, int]]:
+) -> Iterator[tuple[str, decode_triton.DecodeShape | None, int]]:
     """(kernel, launch of Triton's kernel, multiple of the multiprocessors that XQA plans for)."""
     yield "fa2", None, 1
     yield "fa3", None, 1
     for multiple in (1, 2, 4, 8):
         yield "xqa", None, multiple
-    programs = case.q_THD.shape[0] * case.shape.num_kv_heads
-    splits = sorted({max(1, min(32, n // programs)) for n in (128, 256, 512, 1024, 2048)})
-    for split in splits:
-        for block, stages, warps in ((64, 3, 4), (64, 5, 4), (64, 5, 8), (128, 5, 8), (32, 7, 4)):
-            yield "triton", attention_triton.DecodeShape(split, 64, block, stages, warps), 1
+    tiles = ((64, 64, 3, 4), (64, 64, 5, 4), (128, 64, 3, 4), (64, 64, 3, 8), (64, 32, 5, 4))
+    for extra in (128, 256, 512, 1024):
+        for tile in tiles:
+            yield "triton", decode_triton.DecodeShape(extra, *tile), 1
 
 
 def time_attention(case: Case, top: int, kernels: Sequence[str], compile_only: bool) -> None:

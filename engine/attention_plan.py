@@ -26,9 +26,9 @@ from engine.scheduler.batch import I32, ScheduledBatch
 from engine.step_inputs import Bucket
 
 try:
-    from models.ops import attention_cuda
+    from models.ops import attention_cuda, decode_triton
 except ImportError:  # no Triton: a CPU
-    attention_cuda = None  # type: ignore[assignment]
+    attention_cuda = decode_triton = None  # type: ignore[assignment]
 
 logger = logging.getLogger(__name__)
 
@@ -218,7 +218,7 @@ class AttentionPlanner:
         self._int_bytes = self._plan_bytes(most_tokens)
         self._spaces: dict[tuple[bool, int], PlanSpace] = {}
         self._modules: dict[tuple[str, int], Any] = {}
-        self._scratch = attention_cuda.Scratch.of(
+        self._scratch = decode_triton.Scratch.of(
             self._most_rows,
             shape.num_heads,
             shape.num_kv_heads,

@@ -1,7 +1,7 @@
 """A decoder layer made of few kernels, for decode steps on a GPU: the same function as layers.decoder_layer.
 
-Six operators a layer: norm + qkv, heads + KV write, attention, o + residual, norm + gate_up + SwiGLU, down + residual.
-The hidden state is one tensor here; there is no separate residual.
+Five operators a layer: norm + qkv, heads + KV write + attention, o + residual, norm + gate_up + SwiGLU, down +
+residual. The hidden state is one tensor here; there is no separate residual.
 
 Knows nothing of how many rows there are or which kernel they get.
 
@@ -15,10 +15,8 @@ from torch import Tensor
 from models.config import ModelConfig
 from models.inputs import TensorParallel
 from models.layers import Family, Params, Rows, mlp, row_parallel
-from models.ops.attention import paged_attention
-from models.ops.fused import qk_norm_rope_kv_write
+from models.ops.fused import decode_attention
 from models.ops.linear import Kernels, fused_linear
-from models.sharding import local_heads
 
 
 def can_fuse(family: Family) -> bool:
@@ -30,7 +28,6 @@ def fused_decoder_layer(
     model: ModelConfig,
     tp: TensorParallel,
     window: int,
-    kind: str,
     kernels: Kernels,
     p: Params,
     x_TE: Tensor,
@@ -39,34 +36,20 @@ def fused_decoder_layer(
     rows: Rows,
 ) -> Tensor:
     """One layer on the hidden state [T, E]."""
-    num_heads, num_kv_heads = local_heads(model, tp)
     qkv = fused_linear(
         x_TE, p["qkv"], p.get("qkv_bias"), p["input_norm"], model.norm_eps, False, None, kernels.pdl
     )
-    q_THD = qk_norm_rope_kv_write(
+    o_THD = decode_attention(
         qkv,
         rope_TD,
         p.get("q_norm"),
         p.get("k_norm"),
         model.norm_eps,
-        num_heads,
-        num_kv_heads,
-        model.head_dim,
         kv_layer,
-        rows.kv_slots_T,
-        kernels.pdl,
-    )
-    o_THD = paged_attention(
-        q_THD,
-        kv_layer,
-        rows.page_table_SP,
-        rows.row_slots_R,
-        rows.row_starts_R,
-        rows.row_lens_R,
-        rows.row_offsets_R,
+        *rows,
         model.head_dim**-0.5,
         window,
-        kind,
+        kernels.pdl,
     )
     x_TE = _project(tp, kernels, p, "o", o_THD.flatten(1), x_TE)
     mid_TF = fused_linear(

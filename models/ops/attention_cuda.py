@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from models.ops import attention, attention_triton, fused_triton, kv_write
+from models.ops import attention, decode_triton, fused, fused_triton, kv_write, page_lists_triton
 
 _CAUSAL, _FULL = 1, 0  # FlashInfer's MaskMode
 _NHD = 0  # FlashInfer's TensorLayout
@@ -104,6 +104,43 @@ def _paged_attention(
     return out_THD
 
 
+@fused.decode_attention.register_kernel("cuda")
+def _decode_attention(
+    qkv: Tensor,
+    rope_TD: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    kv_layer: Tensor,
+    kv_slots_T: Tensor,
+    page_table_SP: Tensor,
+    row_slots_R: Tensor,
+    row_starts_R: Tensor,
+    row_lens_R: Tensor,
+    row_offsets_R: Tensor,
+    scale: float,
+    window: int,
+    pdl: bool,
+) -> Tensor:
+    planned = runner("decode", qkv.shape[0], window)
+    rows = Rows(page_table_SP, row_slots_R, row_starts_R, row_lens_R, row_offsets_R)
+    num_kv_heads, head_dim = kv_layer.shape[3:]
+    num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
+    out_THD = torch.empty((len(qkv), num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
+    if isinstance(planned, TritonDecode):
+        new = decode_triton.NewToken(qkv, rope_TD, q_norm, k_norm, eps, kv_slots_T)
+        planned.run(new, kv_layer, rows, scale, out_THD)
+        return out_THD
+    if kv_layer.data_ptr() == _table.first_layer:
+        planned.prepare(rows)
+    q_THD = torch.empty_like(out_THD)
+    sizes = (num_heads, num_kv_heads, head_dim)
+    norms = (q_norm, k_norm)
+    fused_triton.heads(qkv, rope_TD, *norms, eps, *sizes, kv_layer, kv_slots_T, q_THD, pdl)
+    planned.run(q_THD, kv_layer, rows, scale, out_THD)
+    return out_THD
+
+
 @kv_write.kv_write.register_kernel("cuda")
 def _kv_write(k_TKD: Tensor, v_TKD: Tensor, kv_layer: Tensor, kv_slots_T: Tensor) -> None:
     fused_triton.kv_write(k_TKD, v_TKD, kv_layer, kv_slots_T)
@@ -147,7 +184,7 @@ class FlashInferPart:
 
     def prepare(self, rows: Rows) -> None:
         """Fill the page lists from the page table."""
-        attention_triton.fill_page_lists(
+        page_lists_triton.fill_page_lists(
             *rows,
             self._page_size,
             self._chunks,
@@ -203,36 +240,6 @@ class FlashInferDecode:
         self.part.run(q_THD, kv_layer, scale, out_THD)
 
 
-@dataclass(frozen=True, eq=False)
-class Scratch:
-    """What the Triton decode kernel needs besides its inputs; shared by all buckets and windows.
-
-    partial: float32 [rows * H * splits * D] at its largest; stats: float32, max and sum of each part;
-    counters: int32 zeros [rows * K].
-    """
-
-    partial: Tensor
-    stats: Tensor
-    counters: Tensor
-
-    @classmethod
-    def of(
-        cls, most_rows: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device
-    ) -> Scratch:
-        """Enough for every bucket of up to `most_rows` rows."""
-        parts = max(
-            rows * attention_triton.decode_shape(rows, num_kv_heads, extend).splits
-            for rows in range(1, most_rows + 1)
-            for extend in (False, True)
-        )
-        floats = {"dtype": torch.float32, "device": device}
-        return cls(
-            torch.empty(parts * num_heads * head_dim, **floats),
-            torch.empty(parts * num_heads * 2, **floats),
-            torch.zeros(most_rows * num_kv_heads, dtype=torch.int32, device=device),
-        )
-
-
 class TritonDecode:
     """Our own decode kernel: no plan, no page lists.
 
@@ -242,21 +249,32 @@ class TritonDecode:
     """
 
     def __init__(
-        self, num_rows: int, num_kv_heads: int, window: int, extend: bool, scratch: Scratch
+        self,
+        num_rows: int,
+        num_kv_heads: int,
+        window: int,
+        extend: bool,
+        scratch: decode_triton.Scratch,
     ) -> None:
         self._num_rows, self._window, self._extend = num_rows, window, extend
         self._scratch = scratch
-        self.shape = attention_triton.decode_shape(num_rows, num_kv_heads, extend)
+        self.shape = decode_triton.decode_shape(num_rows, num_kv_heads)
         self._pdl = supports_pdl(scratch.partial.device)
 
     def prepare(self, rows: Rows) -> None:
         """Nothing: the kernel reads the page table itself."""
 
     def run(
-        self, q_THD: Tensor, kv_layer: Tensor, rows: Rows, scale: float, out_THD: Tensor
+        self,
+        query: Tensor | decode_triton.NewToken,
+        kv_layer: Tensor,
+        rows: Rows,
+        scale: float,
+        out_THD: Tensor,
     ) -> None:
-        attention_triton.decode(
-            q_THD,
+        """Attention of the decode rows; with NewToken their keys and values are written first."""
+        decode_triton.decode(
+            query,
             kv_layer,
             *rows,
             scale,
@@ -264,9 +282,7 @@ class TritonDecode:
             self._num_rows,
             self._extend,
             self.shape,
-            self._scratch.partial,
-            self._scratch.stats,
-            self._scratch.counters,
+            self._scratch,
             out_THD,
             self._pdl,
         )
@@ -305,7 +321,7 @@ class XqaDecode:
         self.num_programs = num_programs
 
     def prepare(self, rows: Rows) -> None:
-        attention_triton.fill_block_table(
+        page_lists_triton.fill_block_table(
             *rows, self._page_size, self._block_table, self._kv_lens.view(-1)
         )
 
@@ -365,4 +381,4 @@ class Extend:
             return
         some_RHD = torch.empty_like(out_THD[: self.num_rows])
         self.decode.run(q_THD[: self.num_rows], kv_layer, rows, scale, some_RHD)
-        attention_triton.copy_decode_rows(some_RHD, rows.row_lens_R, rows.row_offsets_R, out_THD)
+        page_lists_triton.copy_decode_rows(some_RHD, rows.row_lens_R, rows.row_offsets_R, out_THD)

@@ -1,6 +1,7 @@
-"""Operator between the fused projection and attention: q/k norm, rotary embedding, KV write, in one kernel.
+"""Operators between the fused projection and the output projection, each in one kernel on a GPU.
 
-The CPU implementation is the reference. Knows nothing of layers. Triton's kernel is in fused_triton.py.
+qk_norm_rope_kv_write ends before attention; decode_attention is the same with the attention of a decode step, and has
+its CUDA implementation in attention_cuda.py. The CPU implementations are the references. Knows nothing of layers.
 
 Legend: T tokens, H query heads, K kv heads, D head dim.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from models.ops.attention import paged_attention
 from models.ops.kv_write import kv_write
 
 try:
@@ -103,6 +105,81 @@ def _qk_norm_rope_kv_write_cuda(
         pdl,
     )
     return q_THD
+
+
+@torch.library.custom_op(
+    "fullgraph::decode_attention", mutates_args=("kv_layer",), device_types="cpu"
+)
+def decode_attention(
+    qkv: Tensor,
+    rope_TD: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    kv_layer: Tensor,
+    kv_slots_T: Tensor,
+    page_table_SP: Tensor,
+    row_slots_R: Tensor,
+    row_starts_R: Tensor,
+    row_lens_R: Tensor,
+    row_offsets_R: Tensor,
+    scale: float,
+    window: int,
+    pdl: bool,
+) -> Tensor:
+    """`qk_norm_rope_kv_write`, then `paged_attention` of a decode step: token r is row r. [T, H, D], contiguous.
+
+    The numbers of heads follow from the shapes of `qkv` and `kv_layer`.
+    """
+    num_kv_heads, head_dim = kv_layer.shape[3:]
+    num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
+    q_THD = qk_norm_rope_kv_write(
+        qkv,
+        rope_TD,
+        q_norm,
+        k_norm,
+        eps,
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        kv_layer,
+        kv_slots_T,
+        pdl,
+    )
+    return paged_attention(
+        q_THD,
+        kv_layer,
+        page_table_SP,
+        row_slots_R,
+        row_starts_R,
+        row_lens_R,
+        row_offsets_R,
+        scale,
+        window,
+        "decode",
+    )
+
+
+@decode_attention.register_fake
+def _(
+    qkv: Tensor,
+    rope_TD: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    kv_layer: Tensor,
+    kv_slots_T: Tensor,
+    page_table_SP: Tensor,
+    row_slots_R: Tensor,
+    row_starts_R: Tensor,
+    row_lens_R: Tensor,
+    row_offsets_R: Tensor,
+    scale: float,
+    window: int,
+    pdl: bool,
+) -> Tensor:
+    num_kv_heads, head_dim = kv_layer.shape[3:]
+    return qkv.new_empty((qkv.shape[0], qkv.shape[1] // head_dim - 2 * num_kv_heads, head_dim))
 
 
 def _norm(x_THD: Tensor, weight: Tensor, eps: float) -> Tensor:

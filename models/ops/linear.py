@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.ops.linear_table import MAX_ROWS, Choice, choose_linear
+from models.ops.linear_table import choose_linear
 
 try:
     from models.ops import fused_triton, linear_triton
@@ -117,7 +117,7 @@ def _fused_linear_cuda(
         act,
         residual_MN,
         y_MN,
-        _tiles(choice),
+        choice,
         _workspace(x_MK.device),
         pdl,
     )
@@ -140,10 +140,6 @@ def decode_kernels(device: torch.device, wanted: bool) -> Kernels:
 @functools.cache
 def _workspace(device: torch.device) -> linear_triton.Workspace:
     return linear_triton.Workspace.of(device)
-
-
-def _tiles(choice: Choice) -> linear_triton.Tiles:
-    return linear_triton.Tiles(*choice[:5])
 
 
 def _norm(x_MK: Tensor, norm_K: Tensor | None, eps: float, pdl: bool) -> Tensor:
@@ -170,6 +166,3 @@ def _with_cublas(
         y_MN = gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2))
         fused_triton.silu_mul(gate_up, y_MN, pdl)
     return y_MN if residual_MN is None else residual_MN + y_MN
-
-
-__all__ = ["MAX_ROWS", "Kernels", "choose_linear", "decode_kernels", "fused_linear", "prepare"]

@@ -13,14 +13,20 @@ MAX_ROWS = 64  # more rows are cuBLAS's
 
 
 class Choice(NamedTuple):
-    """Launch of a kernel in linear_triton.py (see Tiles there), and whether an RMS norm is fused into it."""
+    """Launch of a kernel in linear_triton.py.
+
+    Attributes:
+        block_n: rows of w of a tile (with SwiGLU half of them gate, half up). block_k: inner elements of a tile.
+        split: parts that the inner dimension is cut into. stages: depth of the pipeline. warps: of a program.
+        fuse_norm: an RMS norm before the matrix is 0: a kernel of its own, 1: applied to x, 2: applied to w.
+    """
 
     block_n: int
     block_k: int
     split: int = 1
     stages: int = 1
     warps: int = 4
-    fuse_norm: bool = True
+    fuse_norm: int = 1
 
 
 # (rows up to, N, K, act) -> choice; of a shape the entry with the least rows that holds M counts.
@@ -46,13 +52,13 @@ def _gemv(inner: int, act: bool) -> Choice:
 
 def _skinny(num_rows: int, columns: int, inner: int, act: bool) -> Choice | None:
     """A few rows: tiles of 64 columns, cut along K until there are about as many programs as multiprocessors."""
-    block_n = 32 if act else 64
+    block_n, tiles = 64, columns // (32 if act else 64)
     block_k = next((k for k in (128, 64) if inner % k == 0), None)
     if block_k is None or columns * inner > 32 << 20:
         return None
     split = 1
     while (
-        columns // block_n * split * 2 <= 160
+        tiles * split * 2 <= 160
         and inner % (split * 2 * block_k) == 0
         and inner // (split * 2) >= 2 * block_k
     ):

@@ -25,15 +25,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-
-class Tiles(NamedTuple):
-    """A kernel's launch: columns of y and inner elements of a tile, parts of the inner dimension, pipeline, warps."""
-
-    block_n: int
-    block_k: int
-    split: int = 1
-    stages: int = 1
-    warps: int = 4
+from models.ops.linear_table import Choice
 
 
 class Workspace(NamedTuple):
@@ -54,11 +46,11 @@ class Workspace(NamedTuple):
 _PARTS, _COUNTERS = 8 << 20, 1 << 14
 
 
-def fits(num_rows: int, columns: int, act: bool, tiles: Tiles) -> bool:
+def fits(num_rows: int, columns: int, act: bool, tiles: Choice) -> bool:
     """Whether the workspace holds a launch of `skinny`."""
-    programs = triton.cdiv(columns, tiles.block_n)
-    tile = (tiles.block_n * (2 if act else 1) + 1) * _rows_of(num_rows)
-    return programs <= _COUNTERS and programs * tiles.split * tile <= _PARTS
+    programs = triton.cdiv(columns, tiles.block_n // 2 if act else tiles.block_n)
+    tile = (tiles.block_n + 1) * _rows_of(num_rows)
+    return programs <= _COUNTERS and (tiles.split == 1 or programs * tiles.split * tile <= _PARTS)
 
 
 def _rows_of(num_rows: int) -> int:
@@ -74,7 +66,7 @@ def run(
     act: bool,
     residual_MN: Tensor | None,
     y_MN: Tensor,
-    tiles: Tiles,
+    tiles: Choice,
     workspace: Workspace,
     pdl: bool,
 ) -> None:
@@ -94,7 +86,7 @@ def run(
         y_MN,
     )
     flags = {
-        "NORM": norm_K is not None,
+        "NORM": 0 if norm_K is None else tiles.fuse_norm,
         "ACT": act,
         "BIAS": bias_N is not None,
         "RESIDUAL": residual_MN is not None,
@@ -102,16 +94,16 @@ def run(
         "launch_pdl": pdl,
         "num_warps": tiles.warps,
     }
-    grid = (triton.cdiv(columns, tiles.block_n), tiles.split)
     if num_rows == 1:
         assert tiles.split == 1, tiles
-        _gemv_kernel[grid](
+        _gemv_kernel[(triton.cdiv(columns, tiles.block_n),)](
             *operands, eps, N=columns, K=inner, BN=tiles.block_n, BK=tiles.block_k, **flags
         )
         return
     assert fits(num_rows, columns, act, tiles), (num_rows, columns, tiles)
     assert inner % (tiles.split * tiles.block_k) == 0, (inner, tiles)
-    _skinny_kernel[grid](
+    tile_columns = tiles.block_n // 2 if act else tiles.block_n
+    _skinny_kernel[(triton.cdiv(columns, tile_columns), tiles.split)](
         *operands,
         workspace.parts,
         workspace.counters,
@@ -125,8 +117,13 @@ def run(
         SPLIT=tiles.split,
         STAGES=tiles.stages,
         LINES=triton.next_power_of_2(max(1, inner // tiles.split // 64)),
+        PREFETCH=EXPERIMENT[0],
+        LATE=EXPERIMENT[1],
         **flags,
     )
+
+
+EXPERIMENT = [True, False]
 
 
 @triton.jit
@@ -202,55 +199,38 @@ def _prefetch(ptr):
     )
 
 
-@triton.jit
-def _sum_parts(
-    acc,
-    parts_ptr,
-    m,
-    n,
-    BN: tl.constexpr,
-    BM: tl.constexpr,
-    SPLIT: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """Sum over the parts of a tile [BN, BM], in order."""
-    at = n[:, None] * BM + m[None, :]
-    acc = tl.load(parts_ptr + at, cache_modifier=".cg")
-    for s in tl.static_range(1, SPLIT):
-        acc += tl.load(parts_ptr + s * ROWS * BM + at, cache_modifier=".cg")
-    return acc
-
-
 @triton.jit(do_not_specialize=["M"])
 def _skinny_kernel(
     x_ptr, w_ptr, bias_ptr, norm_ptr, residual_ptr, y_ptr, parts_ptr, counters_ptr, eps, M,
     N: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     SPLIT: tl.constexpr, STAGES: tl.constexpr, LINES: tl.constexpr, NORM: tl.constexpr,
-    ACT: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr,
+    ACT: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, PREFETCH: tl.constexpr,
+    LATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     part = tl.program_id(1)
     KS: tl.constexpr = K // SPLIT
+    BO: tl.constexpr = BN // 2 if ACT else BN
     begin = part * KS
-    dn = tl.arange(0, BN)
-    n = tile * BN + dn
+    # Rows of w: those of the tile's columns of y; with ACT the gate rows, then the up rows.
+    row = tl.arange(0, BN)
+    column = tile * BO + row % BO
+    valid = (column < N)[:, None]
+    w_row = tl.minimum(column, N - 1) + tl.where(row < BO, 0, N)
+    w_at = w_row[:, None].to(tl.int64) * K + begin
     m = tl.arange(0, BM)
     k = tl.arange(0, BK)
-    rows = n[:, None].to(tl.int64) * K + begin
-    valid = (n < N)[:, None]
-    w_at = rows + k[None, :]
     x_at = m[None, :] * K + begin + k[:, None]
     some = (m < M)[None, :]
     if PDL:
-        line = tl.minimum(tl.arange(0, LINES), KS // 64 - 1)  # 64 elements: 128 bytes
-        ahead = tl.minimum(n, N - 1)[:, None].to(tl.int64) * K + begin + line[None, :] * 64
-        _prefetch(w_ptr + ahead)
-        if ACT:
-            _prefetch(w_ptr + N * K + ahead)
+        if PREFETCH:
+            line = tl.minimum(tl.arange(0, LINES), KS // 64 - 1)  # 64 elements: 128 bytes
+            _prefetch(w_ptr + w_at + line[None, :] * 64)
         gdc_wait()
-        gdc_launch_dependents()
+        if not LATE:
+            gdc_launch_dependents()
+    w_at += k[None, :]
     acc = tl.zeros([BN, BM], tl.float32)
-    up_acc = tl.zeros([BN, BM], tl.float32)
     squares = tl.zeros([BM], tl.float32)
     for i in tl.range(0, KS, BK, num_stages=STAGES):
         w = tl.load(w_ptr + w_at + i, mask=valid, other=0.0, eviction_policy="evict_first")
@@ -258,52 +238,47 @@ def _skinny_kernel(
         if NORM:
             x_float = x.to(tl.float32)
             squares += tl.sum(x_float * x_float, 0)
-            scale = tl.load(norm_ptr + begin + k + i).to(tl.float32)
-            x = (x_float * scale[:, None]).to(x.dtype)
+            scale = tl.load(norm_ptr + begin + k + i)
+            if NORM == 1:
+                x = (x_float * scale.to(tl.float32)[:, None]).to(x.dtype)
+            else:
+                w = w * scale[None, :]
         acc = tl.dot(w, x, acc)
-        if ACT:
-            up = tl.load(
-                w_ptr + N * K + w_at + i, mask=valid, other=0.0, eviction_policy="evict_first"
-            )
-            up_acc = tl.dot(up, x, up_acc)
+    if PDL:  # noqa: SIM102 (constants)
+        if LATE:
+            gdc_launch_dependents()
     last = True
     if SPLIT > 1:
-        ROWS: tl.constexpr = (2 * BN if ACT else BN) + 1
-        base = parts_ptr + tile * SPLIT * ROWS * BM
-        mine = base + part * ROWS * BM
-        at = dn[:, None] * BM + m[None, :]
-        tl.store(mine + at, acc)
-        if ACT:
-            tl.store(mine + BN * BM + at, up_acc)
+        base_ptr = parts_ptr + tile * SPLIT * (BN + 1) * BM
+        at = row[:, None] * BM + m[None, :]
+        part_ptr = base_ptr + part * (BN + 1) * BM
+        tl.store(part_ptr + at, acc)
         if NORM:
-            tl.store(mine + (ROWS - 1) * BM + m, squares)
+            tl.store(part_ptr + BN * BM + m, squares)
         tl.debug_barrier()  # all threads' stores come before the release below
         last = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel") == SPLIT - 1
         if last:
             tl.debug_barrier()
-            acc = _sum_parts(acc, base, m, dn, BN, BM, SPLIT, ROWS)
-            if ACT:
-                up_acc = _sum_parts(up_acc, base + BN * BM, m, dn, BN, BM, SPLIT, ROWS)
-            if NORM:
-                squares = tl.zeros([BM], tl.float32)
-                for s in tl.static_range(SPLIT):
-                    squares += tl.load(base + (s * ROWS + ROWS - 1) * BM + m, cache_modifier=".cg")
+            acc = tl.zeros([BN, BM], tl.float32)
+            squares = tl.zeros([BM], tl.float32)
+            for s in tl.static_range(SPLIT):
+                from_ptr = base_ptr + s * (BN + 1) * BM
+                acc += tl.load(from_ptr + at, cache_modifier=".cg")
+                if NORM:
+                    squares += tl.load(from_ptr + BN * BM + m, cache_modifier=".cg")
             tl.store(counters_ptr + tile, 0)
     if last:
-        mask = valid & some
-        y = acc
         if NORM:
-            factor = tl.rsqrt(squares / K + eps)[None, :]
-            y *= factor
+            acc *= tl.rsqrt(squares / K + eps)[None, :]
         if BIAS:
-            y += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+            acc += tl.load(bias_ptr + w_row).to(tl.float32)[:, None]
         if ACT:
-            z = up_acc
-            if NORM:
-                z *= factor
-            if BIAS:
-                z += tl.load(bias_ptr + N + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
-            y = y * tl.sigmoid(y) * z
+            gate, up = tl.split(tl.permute(tl.reshape(acc, [2, BO, BM]), [1, 2, 0]))
+            y = gate * tl.sigmoid(gate) * up
+        else:
+            y = acc
+        n = tile * BO + tl.arange(0, BO)
+        mask = (n < N)[:, None] & some
         y_at = m[None, :] * N + n[:, None]
         if RESIDUAL:
             y += tl.load(residual_ptr + y_at, mask=mask, other=0.0).to(tl.float32)
