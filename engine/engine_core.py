@@ -1,9 +1,10 @@
-"""The engine: step() schedules, launches, and processes the step before. All of it on the host, in one thread.
+"""The engine: step() schedules, launches, and processes the step before. All of it on the host, in
+one thread.
 
     schedule step k+1  ->  launch it  ->  wait for step k  ->  advance its requests
 
-With overlap off the step is processed before the next one is scheduled; the code is the same. Knows nothing of text,
-sockets or processes.
+With overlap off the step is processed before the next one is scheduled; the code is the same. Knows
+nothing of text, sockets or processes.
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ class EngineCore:
         self.scheduler.abort(request_ids)
 
     def step(self) -> tuple[StepOutput | None, list[RequestFailed]]:
-        """One turn of the loop: the output of the step before (of this one without overlap), and failed requests."""
+        """One turn of the loop: the output of the step before (of this one without overlap), and
+        failed requests.
+        """
         before = self._in_flight
         self._in_flight = self._launch()
         if not self._overlap:
@@ -74,7 +77,9 @@ class EngineCore:
         return _InFlight(batch, self.worker.launch(batch))
 
     def stats(self, check: bool = False) -> Stats:
-        """Counters and gauges; with `check`, integrity of pages and tree too (only judged as a whole when quiet)."""
+        """Counters and gauges; with `check`, integrity of pages and tree too (only judged as a
+        whole when quiet).
+        """
         broken = ""
         if check:
             try:

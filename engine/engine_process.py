@@ -2,8 +2,9 @@
 
     python -m engine.engine_process --address ipc://... --config FILE [--set key.path=value ...]
 
-The API process binds the address, spawns this module by name and reads Progress*, Ready, then outputs. The process ends
-on Shutdown, when its parent dies, or on a fault of its own (after a Fatal message). Knows nothing of HTTP or text.
+The API process binds the address, spawns this module by name and reads Progress*, Ready, then
+outputs. The process ends on Shutdown, when its parent dies, or on a fault of its own (after a Fatal
+message). Knows nothing of HTTP or text.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from engine.request import (
     Ready,
     Shutdown,
     StatsQuery,
+    StepOutput,
     Submit,
     ToEngine,
 )
@@ -41,7 +43,8 @@ _PR_SET_PDEATHSIG = 1
 
 
 class EngineLoop:
-    """Feeds an EngineCore from a socket. One thread; a step and the messages between steps take turns.
+    """Feeds an EngineCore from a socket. One thread; a step and the messages between steps take
+    turns.
 
     Args:
         core: started and warm.
@@ -60,9 +63,7 @@ class EngineLoop:
             if not self._core.has_work:
                 continue
             output, failures = self._core.step()
-            if output is not None and (output.request_ids or output.finished):
-                self.send(output)
-            elif output is not None and output.prompt_logprobs:
+            if output is not None and not is_empty(output):
                 self.send(output)
             for failure in failures:
                 self.send(failure)
@@ -72,7 +73,10 @@ class EngineLoop:
         self._socket.send(self._encoder.encode(message), flags=zmq.NOBLOCK)
 
     def _receive(self) -> bool:
-        """Handle every message that is there; wait for one if there is nothing to do. False: shut down."""
+        """Handle every message that is there; wait for one if there is nothing to do.
+
+        False: shut down.
+        """
         timeout_ms = 0 if self._core.has_work else None
         while self._socket.poll(timeout_ms):
             if not self._handle(self._decoder.decode(self._socket.recv())):
@@ -93,8 +97,15 @@ class EngineLoop:
         return True
 
 
+def is_empty(output: StepOutput) -> bool:
+    """Whether a step (a chunk in the middle of a prompt, say) produced nothing to tell."""
+    return not (output.request_ids or output.finished or output.prompt_logprobs)
+
+
 def die_with_parent(parent: int) -> None:
-    """Ask Linux to kill this process when its parent dies, however it dies; elsewhere the socket's end must do."""
+    """Ask Linux to kill this process when its parent dies, however it dies; elsewhere the socket's
+    end must do.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it died before the call took effect

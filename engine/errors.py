@@ -1,9 +1,9 @@
 """Exceptions a user of the engine can meet, drawn as a tree.
 
     FullgraphError
-    |-- ConfigError            the YAML file or a --set is wrong: file, key path, value, what is allowed
+    |-- ConfigError            the YAML file or a --set is wrong: file, key path, allowed values
     |-- ModelError             a checkpoint or config.json that we cannot serve, and why
-    |-- RequestError           a request that is refused; carries the HTTP status and the field's name
+    |-- RequestError           a request that is refused; carries HTTP status and field
     |   |-- InvalidRequest     400: the user's mistake
     |   |-- NotFound           404: no such model or route
     |   |-- QueueFull          429: a full machine, with Retry-After
@@ -21,11 +21,11 @@ class FullgraphError(Exception):
 
 
 class ConfigError(FullgraphError):
-    """The configuration is wrong. The message names file, key path, value and what is allowed."""
+    """The configuration is wrong; names file, key path, value and what is allowed."""
 
 
 class ModelError(FullgraphError):
-    """A checkpoint, config.json or tokenizer that cannot be served. The message says which part."""
+    """A checkpoint, config.json or tokenizer that cannot be served; says which part."""
 
 
 class RequestError(FullgraphError):

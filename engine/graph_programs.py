@@ -1,7 +1,9 @@
-"""How a step function becomes something that can be replayed: eager, compiled, reduce-overhead trees, captured by hand.
+"""How a step function becomes something that can be replayed: eager, compiled, reduce-overhead
+trees, captured by hand.
 
-Each Program wraps one step function (one kind, one variant) and answers `run(bucket)`; the tensors it reads stay where
-they are. Knows nothing of batches, pinned buffers or plans: graph_runner.py prepares those.
+Each Program wraps one step function (one kind, one variant) and answers `run(bucket)`; the tensors
+it reads stay where they are. Knows nothing of batches, pinned buffers or plans: graph_runner.py
+prepares those.
 """
 
 from __future__ import annotations
@@ -21,7 +23,10 @@ StepFunction = Callable[..., StepOutputs]
 
 @dataclass(frozen=True, eq=False)
 class StepTensors:
-    """What every step reads or mutates besides its inputs. Allocated once; addresses never change."""
+    """What every step reads or mutates besides its inputs.
+
+    Allocated once; addresses never change.
+    """
 
     params: Any
     kv_cache: KVCache
@@ -69,14 +74,17 @@ class Program(Protocol):
     """One step function, ready to run on the inputs of any bucket of its kind."""
 
     def warm(self, bucket: Bucket, inputs: StepInputs) -> None:
-        """Compile and record for this bucket. `inputs` are the static views that `run` will be given."""
+        """Compile and record for this bucket.
+
+        `inputs` are the static views that `run` will be given.
+        """
 
     def run(self, bucket: Bucket, inputs: StepInputs) -> Tensor:
         """Enqueue the step; the packed outputs, valid until the next run of any program."""
 
 
 class EagerProgram:
-    """The step function as it is: no compiler on the machine, or tests that want no compile time."""
+    """The step function as it is: without a compiler, or for tests that should start at once."""
 
     def __init__(self, step: StepFunction, tensors: StepTensors) -> None:
         self._step = step
@@ -99,7 +107,8 @@ class TreesProgram(EagerProgram):
     """`torch.compile(mode="reduce-overhead")`: Inductor's CUDA graph trees record and replay."""
 
     def warm(self, bucket: Bucket, inputs: StepInputs) -> None:
-        # Inductor runs a size once to warm up and once to record; the third call is the first replay.
+        # Inductor runs a size once to warm up and once to record; the third call is the first
+        # replay.
         for _ in range(3):
             self.run(bucket, inputs)
             torch.cuda.synchronize()
@@ -111,7 +120,9 @@ class TreesProgram(EagerProgram):
 
 
 class ManualProgram(EagerProgram):
-    """A compiled step function captured by hand into one CUDA graph per bucket, all in one memory pool."""
+    """A compiled step function captured by hand into one CUDA graph per bucket, all in one memory
+    pool.
+    """
 
     def __init__(self, step: StepFunction, tensors: StepTensors, pool: Any) -> None:
         super().__init__(step, tensors)

@@ -1,10 +1,11 @@
-"""Compile, warm and replay one graph per bucket: ScheduledBatch in, a Pending result out, nothing waits in between.
+"""Compile, warm and replay one graph per bucket: ScheduledBatch in, a Pending result out, nothing
+waits in between.
 
-    launch(batch): pick the bucket -> pack into a host buffer -> plan attention -> one copy in -> graph -> one copy out
-    Pending.wait(): the only place that waits for the device
+    launch(batch): pick the bucket -> pack into a host buffer -> plan attention -> one copy in ->
+    graph -> one copy out Pending.wait(): the only place that waits for the device
 
-On a CPU the same steps run on one worker thread, so that the next step is prepared while this one runs. Knows nothing
-of requests, schedulers or weights on disk.
+On a CPU the same steps run on one worker thread, so that the next step is prepared while this one
+runs. Knows nothing of requests, schedulers or weights on disk.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ class Planner(Protocol):
     """Host work of attention that must precede a step (FlashInfer's plan); none on a CPU."""
 
     def plan(self, bucket: Bucket, batch: ScheduledBatch) -> None:
-        """Plan the step's attention for the bucket's graph. Enqueues copies; does not wait for the device."""
+        """Plan the step's attention for the bucket's graph.
+
+        Enqueues copies; does not wait for the device.
+        """
 
 
 class Pending(Protocol):
@@ -42,7 +46,7 @@ class Pending(Protocol):
 
 
 def parse_result(packed: I32, num_rows: int, variant: Variant) -> StepResult:
-    """int32 [L, C] as StepOutputs.packed_LC lays it out -> StepResult of the first `num_rows` rows."""
+    """int32 [L, C] as StepOutputs.packed_LC lays it out -> StepResult of `num_rows` rows."""
     packed = packed[:num_rows]
     ids = packed[:, 0].copy()
     if variant == "plain":
@@ -134,7 +138,10 @@ class GraphRunner:
     def warm(
         self, progress: Callable[[str, int, int], None], variants: Sequence[Variant] = VARIANTS
     ) -> None:
-        """Compile and record every bucket of the variants, largest first. Blocks; progress(name, done, total)."""
+        """Compile and record every bucket of the variants, largest first.
+
+        Blocks; progress(name, done, total).
+        """
         jobs = [(kind, variant) for variant in variants for kind in self._buckets]
         total = sum(len(self._buckets[kind]) for kind, _ in jobs)
         done = 0
@@ -245,6 +252,8 @@ def _mark(bucket: Bucket, inputs: StepInputs, *, static: bool, dynamic: bool) ->
 
 
 def _warm_order(buckets: Sequence[Bucket]) -> list[Bucket]:
-    """A middle size first (its size is the hint that Inductor tunes for), then from the largest down."""
+    """A middle size first (its size is the hint that Inductor tunes for), then from the largest
+    down.
+    """
     hint = next((b for b in buckets if b.num_tokens >= 8), buckets[-1])
     return [hint, *(b for b in reversed(buckets) if b is not hint)]

@@ -1,4 +1,7 @@
-"""The scheduler's limits, from a resolved configuration and what was measured at start. Knows nothing of torch."""
+"""The scheduler's limits, from a resolved configuration and what was measured at start.
+
+Knows nothing of torch.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,9 @@ def scheduler_limits(config: ResolvedConfig, num_pages: int, vocab_size: int) ->
 
 
 def max_page_updates(config: ResolvedConfig) -> int:
-    """Page-table updates one extend step can carry: a whole sequence's prefix hit, the chunks' own pages, one a row."""
+    """Page-table updates one extend step can carry: a whole sequence's prefix hit, the chunks' own
+    pages, one a row.
+    """
     page_size = config.kv.page_size
     whole_sequence = -(-config.model.max_model_len // page_size)
     chunks = -(-config.scheduler.max_step_tokens // page_size)

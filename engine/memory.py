@@ -1,4 +1,7 @@
-"""How many KV pages there are: configured on a CPU, measured on a GPU. Knows nothing of who uses the pages."""
+"""How many KV pages there are: configured on a CPU, measured on a GPU.
+
+Knows nothing of who uses the pages.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,9 @@ def kv_page_bytes(
 def num_kv_pages(config: ResolvedConfig, page_bytes: int, device: torch.device) -> int:
     """Pages to allocate, the dummy page 0 included (as `kv.num_pages` counts it, too).
 
-    `kv.num_pages` decides if given. Otherwise `kv.bytes` on a CPU; on a GPU `kv.memory_ratio` of what is free now
-    (weights and state are allocated), less what the largest step and the graphs will take.
+    `kv.num_pages` decides if given. Otherwise `kv.bytes` on a CPU; on a GPU `kv.memory_ratio` of
+    what is free now (weights and state are allocated), less what the largest step and the graphs
+    will take.
     """
     if config.kv.num_pages is not None:
         return config.kv.num_pages

@@ -1,11 +1,12 @@
 """A request's data, and the messages between the API process and the engine process.
 
-Everything here is a msgspec Struct, so that it crosses the process boundary as it stands. Knows nothing of
-tokenizers, HTTP, torch or the scheduler's own state: a leaf.
+Everything here is a msgspec Struct, so that it crosses the process boundary as it stands. Knows
+nothing of tokenizers, HTTP, torch or the scheduler's own state: a leaf.
 
     API process                                   engine process
     Submit, Abort, StatsQuery, Shutdown   --->
-                                          <---    Progress*, Ready, StepOutput*, RequestFailed, Stats, Fatal
+                                          <---    Progress*, Ready, StepOutput*, RequestFailed,
+                                                  Stats, Fatal
 """
 
 from __future__ import annotations
@@ -30,13 +31,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         seed: 64-bit seed of the draws; None takes a random one. Choice i of n draws with seed + i.
         frequency_penalty: subtracted per occurrence in the output, in [-2, 2].
         presence_penalty: subtracted once for a token present in the output, in [-2, 2].
-        repetition_penalty: > 0; divides positive and multiplies negative logits of tokens seen in prompt or output.
+        repetition_penalty: > 0; divides positive and multiplies negative logits of tokens seen in
+            prompt or output.
         logit_bias: token id -> added to its logit, in [-100, 100].
-        min_tokens: end-of-sequence and stop tokens are masked before this many tokens were generated.
+        min_tokens: end-of-sequence and stop tokens are masked before this many tokens were
+            generated.
         stop: strings that end the text; never part of it.
         stop_token_ids: ids that end the request; the stopping id is not part of the text.
         ignore_eos: do not stop at the model's own end-of-sequence ids.
-        logprobs: None, or how many most likely alternatives to report per generated token (0: the token's own only).
+        logprobs: None, or how many most likely alternatives to report per generated token (0: the
+            token's own only).
         prompt_logprobs: the same for the prompt's tokens (echo with logprobs).
         skip_special_tokens: leave special tokens out of the text.
         priority: lower runs earlier under the `priority` policy.
@@ -67,10 +71,13 @@ class EngineRequest(msgspec.Struct, frozen=True, array_like=True):
     """One choice as the engine core sees it: ids only, every default resolved, every limit checked.
 
     Attributes:
-        request_id: unique in the life of the engine process; given by the submitter, increasing with arrival.
+        request_id: unique in the life of the engine process; given by the submitter, increasing
+            with arrival.
         prompt_ids: at least one id, each in [0, vocab_size).
-        max_tokens: >= 1 and prompt + max_tokens <= max_model_len; 0 only with prompt_logprobs (score only).
-        stop_ids: ids that end the request (end-of-sequence ids unless ignored, plus stop_token_ids).
+        max_tokens: >= 1 and prompt + max_tokens <= max_model_len; 0 only with prompt_logprobs
+            (score only).
+        stop_ids: ids that end the request (end-of-sequence ids unless ignored, plus
+            stop_token_ids).
         seed: unsigned 64-bit.
         logprobs / prompt_logprobs: as in SamplingParams, -1 for None.
     """
@@ -101,23 +108,32 @@ class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Stop these requests now; ids that are unknown or already finished are ignored. No output follows."""
+    """Stop these requests now; ids that are unknown or already finished are ignored.
+
+    No output follows.
+    """
 
     request_ids: list[int]
 
 
 class StatsQuery(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Ask for one Stats message. With `check`, the engine also walks the integrity of pages and tree."""
+    """Ask for one Stats message.
+
+    With `check`, the engine also walks the integrity of pages and tree.
+    """
 
     check: bool = False
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """End the engine process; open requests are dropped (the API process drains before it sends this)."""
+    """End the engine process; open requests are dropped (the API process drains before it sends
+    this).
+    """
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probabilities at one position, of the unscaled model distribution after penalties and bias.
+    """Log-probabilities at one position, of the unscaled model distribution after penalties and
+    bias.
 
     Attributes:
         logprob: of the token itself (natural logarithm, finite: clamped at -9999).
@@ -150,8 +166,8 @@ class StepOutput(msgspec.Struct, frozen=True, tag=True, array_like=True):
     Attributes:
         request_ids / token_ids: request and the id sampled for it; a request occurs at most once.
         logprobs: empty, or one entry per token (None where the request did not ask).
-        prompt_logprobs: (request_id, index of the first prompt token covered, one entry per token), chunk by chunk;
-            the prompt's first token has no logprob and is never covered.
+        prompt_logprobs: (request_id, index of the first prompt token covered, one entry per token),
+            chunk by chunk; the prompt's first token has no logprob and is never covered.
         finished: requests that ended with this step, after their last token.
     """
 
@@ -163,7 +179,7 @@ class StepOutput(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class RequestFailed(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """One request ended by a fault of ours (non-finite logits, refused by the core); others go on."""
+    """One request ended by a fault of ours or refused by the core; others go on."""
 
     request_id: int
     message: str
@@ -171,7 +187,9 @@ class RequestFailed(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A line of the start: `phase` ("weights", "compile", ...), `done` of `total` (0: unknown), free text."""
+    """A line of the start: `phase` ("weights", "compile", ...), `done` of `total` (0: unknown),
+    free text.
+    """
 
     phase: str
     done: int
@@ -191,10 +209,11 @@ class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Stats(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Counters and gauges since the start. Pages: free + cached + held == total whenever the engine is quiet.
+    """Counters and gauges since the start. Pages: free + cached + held == total whenever the engine
+    is quiet.
 
-    `cached` pages belong to the prefix tree and can be evicted; `held` ones are locked or owned by live requests.
-    `integrity` is "" when not asked for or intact, else what is broken.
+    `cached` pages belong to the prefix tree and can be evicted; `held` ones are locked or owned by
+    live requests. `integrity` is "" when not asked for or intact, else what is broken.
     """
 
     running: int

@@ -1,6 +1,8 @@
-"""From a configuration to an engine that can step: checkpoint, resolved settings, worker, graphs, scheduler.
+"""From a configuration to an engine that can step: checkpoint, resolved settings, worker, graphs,
+scheduler.
 
-Both fronts start here: the engine process (HTTP) and LLM (in process). Knows nothing of sockets or text.
+Both fronts start here: the engine process (HTTP) and LLM (in process). Knows nothing of sockets or
+text.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """ScheduledBatch -> one flat int32 buffer -> StepInputs, padded to a bucket.
 
-All inputs of a step live in one buffer, so that a step costs one host-to-device copy. `pack` is the host half (numpy),
-`views` the device half: tensors that alias the buffer at fixed offsets. Knows nothing of streams, graphs or FlashInfer.
+All inputs of a step live in one buffer, so that a step costs one host-to-device copy. `pack` is the
+host half (numpy), `views` the device half: tensors that alias the buffer at fixed offsets. Knows
+nothing of streams, graphs or FlashInfer.
 
 Legend: T tokens, R rows, L logit rows, U page-table updates, as in models.inputs.
 """
@@ -19,7 +20,8 @@ from torch import Tensor
 from engine.scheduler.batch import I32, NUM_FLOATS, NUM_INTS, Kind, ScheduledBatch
 from models.inputs import StepInputs
 
-# Every field starts on a 128-byte boundary: vectorised loads, and Inductor's alignment assumption, hold for views.
+# Every field starts on a 128-byte boundary: vectorised loads, and Inductor's alignment assumption,
+# hold for views.
 _ALIGN = 32
 
 
@@ -141,7 +143,9 @@ def pack(batch: ScheduledBatch, bucket: Bucket, out: I32) -> None:
 
 
 def views(buffer: Tensor, bucket: Bucket) -> StepInputs:
-    """StepInputs whose fields alias `buffer` (int32 [bucket.buffer_length]) at the offsets that `pack` writes."""
+    """StepInputs whose fields alias `buffer` (int32 [bucket.buffer_length]) at the offsets that
+    `pack` writes.
+    """
     fields = []
     for field, offset in zip(_FIELDS, bucket.offsets, strict=False):
         size = bucket.sizes[field.dim]

@@ -1,9 +1,11 @@
-"""One rank: device, weights, KV cache, state and the graphs over them. Runs the batches it is given.
+"""One rank: device, weights, KV cache, state and the graphs over them. Runs the batches it is
+given.
 
     start: config.json -> ModelConfig -> weights -> KV pages -> graphs
     launch(batch): admit, pack, plan, replay (graph_runner.py)
 
-Ranks above 0 follow rank 0: they run the same batches and never schedule. Knows nothing of requests or text.
+Ranks above 0 follow rank 0: they run the same batches and never schedule. Knows nothing of requests
+or text.
 """
 
 from __future__ import annotations
@@ -15,11 +17,11 @@ from typing import Any
 
 import torch
 
-from engine.resolve import ResolvedConfig
 from engine.errors import ConfigError
 from engine.graph_programs import StepTensors
 from engine.graph_runner import GraphRunner, Pending
 from engine.memory import kv_page_bytes, num_kv_pages
+from engine.resolve import ResolvedConfig
 from engine.scheduler.batch import ScheduledBatch
 from engine.step_compiler import build_runner
 from models.config import ModelConfig

@@ -80,4 +80,8 @@ def test_a_batch_one_larger_than_the_bucket_does_not_fit(field: str) -> None:
     assert dataclasses.replace(BUCKET, **{field: used[field]}).fits(make_batch(0))
     assert not dataclasses.replace(BUCKET, **{field: used[field] - 1}).fits(make_batch(0))
     with pytest.raises(AssertionError):
-        pack(make_batch(0), dataclasses.replace(BUCKET, **{field: used[field] - 1}), np.zeros(999, np.int32))
+        pack(
+            make_batch(0),
+            dataclasses.replace(BUCKET, **{field: used[field] - 1}),
+            np.zeros(999, np.int32),
+        )

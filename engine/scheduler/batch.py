@@ -1,10 +1,10 @@
 """ScheduledBatch: what one step computes, decided and frozen. Numpy only, no tensors, picklable.
 
-It is all that a rank needs to run the step: rank 0 makes it, broadcasts it, and every rank turns it into StepInputs.
-Knows nothing of buckets, padding or devices.
+It is all that a rank needs to run the step: rank 0 makes it, broadcasts it, and every rank turns it
+into StepInputs. Knows nothing of buckets, padding or devices.
 
-Legend: T tokens of the step, R rows (a row is one request's tokens in this step), L logit rows (positions whose
-logits are needed), U page-table updates.
+Legend: T tokens of the step, R rows (a row is one request's tokens in this step), L logit rows
+(positions whose logits are needed), U page-table updates.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ Variant = Literal["plain", "full"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SlotAdmission:
-    """Device-side sampling state that a slot starts with; only for requests that need the `full` variant.
+    """Device-side sampling state that a slot starts with; only for requests that need the `full`
+    variant.
 
     Attributes:
         slot: row of the per-slot tables.
@@ -56,13 +57,15 @@ class SlotAdmission:
 class ScheduledBatch:
     """One step.
 
-    Rows are ordered: decode rows (one token, whose id is the last one drawn for the slot) first, then prefill
+    Rows are ordered: decode rows (one token, whose id is the last one drawn for the slot) first,
+        then prefill
     chunks. Tokens are packed in row order.
 
     Attributes:
         step: number of the step, from 0.
         kind: "decode" when every row is a decode row (then T == R == L), else "extend".
-        variant: "plain" (temperature, top-k, top-p, min-p) or "full" (also penalties, bias, masks, logprobs).
+        variant: "plain" (temperature, top-k, top-p, min-p) or "full" (also penalties, bias, masks,
+            logprobs).
         num_decode_rows: how many rows at the front are decode rows.
         token_ids: [T]; -1 means "the last token drawn for this token's slot", read on the device.
         positions: [T] position in the sequence, from 0.
@@ -73,11 +76,13 @@ class ScheduledBatch:
         row_lens: [R] tokens of the row in this step.
         logit_tokens: [L] index into T of the token whose logits are needed.
         logit_slots: [L] slot of that token.
-        logit_targets: [L] -1: draw the next token and make it the slot's last token; >= 0: only score this id
-            (prompt logprobs), draw nothing. -2: draw and discard (never the slot's last token).
+        logit_targets: [L] -1: draw the next token and make it the slot's last token; >= 0: only
+            score this id (prompt logprobs), draw nothing. -2: draw and discard (never the slot's
+            last token).
         logit_positions: [L] position of the token to be drawn (with the seed, it fixes the draw).
         sampling_floats: [L, NUM_FLOATS]; sampling_ints: [L, NUM_INTS].
-        update_slots / update_columns / update_pages: [U] page_table[slot, column] = page, applied before the step.
+        update_slots / update_columns / update_pages: [U] page_table[slot, column] = page, applied
+            before the step.
         admissions: sampling state to set before the step.
     """
 

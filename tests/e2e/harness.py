@@ -16,7 +16,9 @@ from engine.startup import Engine, start_engine
 
 @contextmanager
 def running_engine(folder: Path, **sections: dict[str, Any]) -> Iterator[Engine]:
-    """An engine over the checkpoint in `folder`, eager unless told otherwise; keyword arguments are YAML sections."""
+    """An engine over the checkpoint in `folder`, eager unless told otherwise; keyword arguments are
+    YAML sections.
+    """
     settings: dict[str, Any] = {
         "model": {"path": str(folder), "max_model_len": 256, "dtype": "float32"},
         "device": "cpu",
@@ -39,7 +41,10 @@ def running_engine(folder: Path, **sections: dict[str, Any]) -> Iterator[Engine]
 def run(
     engine: Engine, requests: Sequence[EngineRequest], *, waves: int = 1, check: bool = True
 ) -> dict[int, list[int]]:
-    """Ids generated per request. Requests arrive in `waves`, a few steps apart, so that phases mix."""
+    """Ids generated per request.
+
+    Requests arrive in `waves`, a few steps apart, so that phases mix.
+    """
     core = engine.core
     outputs: dict[int, list[int]] = {request.request_id: [] for request in requests}
     open_ids = set(outputs)

@@ -1,4 +1,6 @@
-"""Greedy tokens equal HF's, whatever the chunking, paging, caching, batching and overlap: a pairwise cover."""
+"""Greedy tokens equal HF's, whatever the chunking, paging, caching, batching and overlap: a
+pairwise cover.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ FACTORS: Mapping[str, Sequence[Any]] = {
 
 
 def pairwise(factors: Mapping[str, Sequence[Any]], seed: int = 0) -> list[dict[str, Any]]:
-    """Cases such that every pair of values of two factors occurs together: greedy, over random candidates."""
+    """Cases such that every pair of values of two factors occurs together: greedy, over random
+    candidates.
+    """
     rng = random.Random(seed)
     names = list(factors)
     open_pairs = {
@@ -51,7 +55,9 @@ def pairwise(factors: Mapping[str, Sequence[Any]], seed: int = 0) -> list[dict[s
 
 
 def prompts_for(seed: int) -> list[list[int]]:
-    """Prompts of mixed lengths; some share a prefix of several pages, one is exactly a number of pages."""
+    """Prompts of mixed lengths; some share a prefix of several pages, one is exactly a number of
+    pages.
+    """
     rng = random.Random(seed)
     shared = [rng.randrange(3, VOCAB) for _ in range(48)]
     lengths = (1, 5, 16, 33, 70)
@@ -96,7 +102,7 @@ def test_greedy_equals_hf(case: dict[str, Any], tmp_path: Path) -> None:
 @pytest.mark.parametrize("unit", ["step", "layer"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_compiled_equals_hf(family: str, unit: str, tmp_path: Path) -> None:
-    """Each family through Inductor once, with no step outside a graph and no compile while serving."""
+    """Each family through Inductor once; no step outside a graph, no compile while serving."""
     if unit == "step" and family != "qwen3":
         pytest.skip("one family shows the whole-step compile; the layer compile covers each")
     model = save_model(tmp_path, hf_config(family))

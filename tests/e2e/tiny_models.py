@@ -1,4 +1,6 @@
-"""Tiny random models of every family, saved as HF checkpoints, and HF's greedy answers to compare with."""
+"""Tiny random models of every family, saved as HF checkpoints, and HF's greedy answers to compare
+with.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,13 @@ VOCAB = 263  # odd on purpose
 
 
 def hf_config(
-    family: str, *, heads: int = 4, kv_heads: int = 2, head_dim: int = 32, layers: int = 2, **extra: Any
+    family: str,
+    *,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 32,
+    layers: int = 2,
+    **extra: Any,
 ) -> Any:
     """A transformers config of the family with few, small layers."""
     common: dict[str, Any] = {
@@ -43,7 +51,9 @@ def hf_config(
     return classes[family](**{**common, **extra})
 
 
-def save_model(folder: Path, config: Any, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
+def save_model(
+    folder: Path, config: Any, *, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> Any:
     """Random weights for the config, saved to the folder; the HF model, in eval mode."""
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
