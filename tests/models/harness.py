@@ -1,6 +1,7 @@
 """Runs the model side alone, eagerly: sequences in, logits of every token out.
 
-Owns a small paged cache with scattered pages, so that nothing works by luck of the layout. Knows nothing of the
+Owns a small paged cache with scattered pages, so that nothing works by luck of the layout. Knows
+nothing of the
 engine: what a scheduler decides is decided here by the caller, chunk by chunk.
 """
 
@@ -135,6 +136,8 @@ class Harness:
             fill = fills.get(name, fill)
             tensors[name] = torch.tensor(values + [fill] * self.padding, dtype=torch.int32)
         rows = num_logits + self.padding
-        tensors["sampling_floats_LF"] = torch.tensor([[0.0, 1.0, 0.0, 1.0, 0.0, 0.0]]).repeat(rows, 1)
+        tensors["sampling_floats_LF"] = torch.tensor([[0.0, 1.0, 0.0, 1.0, 0.0, 0.0]]).repeat(
+            rows, 1
+        )
         tensors["sampling_ints_LI"] = torch.zeros(rows, 4, dtype=torch.int32)
         return StepInputs(**tensors)

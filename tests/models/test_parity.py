@@ -156,9 +156,7 @@ SCALINGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("scaling", SCALINGS)
 @pytest.mark.parametrize("style", ["rope_parameters", "rope_scaling"])
-def test_rope_scalings_past_the_original_length(
-    scaling: str, style: str, tmp_path: Path
-) -> None:
+def test_rope_scalings_past_the_original_length(scaling: str, style: str, tmp_path: Path) -> None:
     rope = {"rope_theta": 5000.0, **SCALINGS[scaling]}
     config = hf_config("llama", rope_parameters=rope, max_position_embeddings=128)
     reference = save_model(tmp_path, config)
