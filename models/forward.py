@@ -99,7 +99,7 @@ def make_backbone(
     embed_piece = compile_piece(_embed_piece(tp))
     layer_pieces = {
         window: compile_piece(
-            _fused_layer_piece(model, tp, window, kind, kernels)
+            _fused_layer_piece(model, tp, window, kernels)
             if fused
             else _layer_piece(model, family, tp, window, kind)
         )
@@ -140,14 +140,12 @@ def _embed_piece(tp: TensorParallel) -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 def _fused_layer_piece(
-    model: ModelConfig, tp: TensorParallel, window: int, kind: str, kernels: Kernels
+    model: ModelConfig, tp: TensorParallel, window: int, kernels: Kernels
 ) -> Callable[..., Tensor]:
     def fused_layer_step(
         p: Params, x_TE: Tensor, rope_TD: Tensor, kv_layer: Tensor, rows: Rows
     ) -> Tensor:
-        return fused_decoder_layer(
-            model, tp, window, kind, kernels, p, x_TE, rope_TD, kv_layer, rows
-        )
+        return fused_decoder_layer(model, tp, window, kernels, p, x_TE, rope_TD, kv_layer, rows)
 
     return fused_layer_step
 
