@@ -123,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     die_with_parent(args.parent)
     # Ctrl-C reaches the whole process group; the API process decides when the engine ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    socket = zmq.Context.instance().socket(zmq.PAIR)
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.LINGER, 2000)
     socket.connect(args.address)

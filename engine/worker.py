@@ -10,6 +10,7 @@ or text.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -133,8 +134,8 @@ class Worker:
     def _state(self, config: ResolvedConfig, model: ModelConfig) -> Any:
         slots = config.scheduler.max_running
         max_pages = -(-config.model.max_model_len // config.kv.page_size)
-        i32 = {"dtype": torch.int32, "device": self.device}
-        state = StepState(torch.zeros(slots + 1, max_pages, **i32), torch.zeros(slots + 1, **i32))
+        zeros = functools.partial(torch.zeros, dtype=torch.int32, device=self.device)
+        state = StepState(zeros(slots + 1, max_pages), zeros(slots + 1))
         sampling_state = init_sampling_state(
             slots,
             model.vocab_size,
