@@ -98,7 +98,7 @@ class CompileOptions(Options):
 class AttentionOptions(Options):
     """Which attention kernels. workspace: bytes."""
 
-    decode: Literal["auto", "fa2", "fa3", "xqa", "reference"] = "auto"
+    decode: Literal["auto", "triton", "fa2", "fa3", "xqa", "reference"] = "auto"
     extend: Literal["auto", "fa2", "fa3", "reference"] = "auto"
     workspace: Bytes = 256 * 2**20
 

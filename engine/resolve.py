@@ -54,7 +54,7 @@ class ResolvedCompile(CompileOptions):
 class ResolvedAttention(AttentionOptions):
     """Kernels that this device has."""
 
-    decode: Literal["fa2", "fa3", "xqa", "reference"]
+    decode: Literal["triton", "fa2", "fa3", "xqa", "reference"]
     extend: Literal["fa2", "fa3", "reference"]
 
 
@@ -214,7 +214,7 @@ def _attention(
                 )
         return dict.fromkeys(kernels, "reference")
     extend = "fa3" if capability == _HOPPER else "fa2"
-    return {"decode": _or(kernels["decode"], "fa2"), "extend": _or(kernels["extend"], extend)}
+    return {"decode": _or(kernels["decode"], "triton"), "extend": _or(kernels["extend"], extend)}
 
 
 def settings_of(config: EngineConfig, resolved: ResolvedConfig) -> dict[str, str]:
