@@ -49,7 +49,7 @@ def filter_threshold(
 
     Returns:
         float32 [L]: keep `logits >= threshold`; -inf where every filter is off or the row's maximum
-        is not finite. Never above the row's maximum.
+        is not finite (a row with a NaN may get anything). Never above the row's maximum.
     """
     num_rows, _ = logits_LV.shape
     threshold_L = torch.full((num_rows,), -math.inf, dtype=torch.float32)

@@ -71,7 +71,7 @@ def graph_microseconds(function: Callable[[], object], repeats: int = 100) -> fl
         graph.replay()
     end.record()
     end.synchronize()
-    return begin.elapsed_time(end) * 1000 / repeats / 10
+    return float(begin.elapsed_time(end)) * 1000 / repeats / 10
 
 
 @pytest.mark.parametrize("vocab", [257, 5003, 49153, 151936])
