@@ -220,7 +220,8 @@ def linear(args: argparse.Namespace) -> list[dict[str, Any]]:
         if choice is not None
     ]
     print(f"{len(jobs)} candidates", flush=True)
-    compile_all(jobs, args.workers)
+    if not args.timing_only:
+        compile_all(jobs, args.workers)
     if args.compile_only:
         return []
     return [time_linear(m, rows, args.top) for m in matrices for rows in args.rows]
@@ -356,7 +357,8 @@ def main() -> None:
     parser.add_argument("--most-tokens", type=int, default=64 * 4096)
     parser.add_argument("--top", type=int, default=3)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--compile-only", action="store_true")
+    parser.add_argument("--compile-only", action="store_true", help="fill the caches on disk")
+    parser.add_argument("--timing-only", action="store_true", help="they are filled")
     parser.add_argument("--workers", type=int, default=14)
     args = parser.parse_args()
     if not torch.cuda.is_available():

@@ -16,7 +16,7 @@ from engine.scheduler.batch import Kind, ScheduledBatch
 from engine.step_inputs import Bucket, empty_batch, pack, views
 from models.inputs import StepInputs
 from models.ops.attention import paged_attention, reference_attention
-from models.ops.fused import qk_norm_rope_kv_write
+from models.ops.fused import decode_attention, qk_norm_rope_kv_write
 from models.ops.kv_write import kv_write
 from models.ops.linear import fused_linear
 
@@ -244,6 +244,67 @@ def test_replay_follows_lengths(kernel: str, buffer: Tensor) -> None:
         expected = expected_attention(q, world, inputs, 0)
         assert error(out[: len(rows)], expected[: len(rows)]) < TOLERANCE, (step, rows)
     del graph
+    planner.close()
+
+
+@pytest.mark.parametrize("window", [0, 40])
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), HEADS)
+def test_decode_attention(
+    heads: int, kv_heads: int, head_dim: int, normed: bool, window: int, buffer: Tensor
+) -> None:
+    check_decode_attention("triton", heads, kv_heads, head_dim, normed, window, buffer)
+
+
+@pytest.mark.parametrize("kernel", ["fa2", "xqa"])
+def test_decode_attention_in_two_kernels(kernel: str, buffer: Tensor) -> None:
+    check_decode_attention(kernel, 16, 8, 128, True, 0, buffer)
+
+
+def check_decode_attention(
+    kernel: str,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    normed: bool,
+    window: int,
+    buffer: Tensor,
+) -> None:
+    """The new token's key and value reach the cache, and its attention, in one operator."""
+    world = World.make(kv_heads, head_dim)
+    columns = world.table.shape[1]
+    own = torch.randperm(PAGES - 1, device="cuda")[: 5 * (PAGES // 5 - 1)].view(5, -1) + 1
+    world.table[:5, : own.shape[1]] = own.to(torch.int32)  # no page is shared: pages are written
+    bucket = decode_bucket(8)
+    shape = shape_of(heads, kv_heads, head_dim, window, world)
+    planner = AttentionPlanner(shape, kernel, "fa3", [bucket], world.cache, 1 << 20)
+    for starts in ((0, 1, 15, 16, 17), (63, 64, 65, 127, 128), (1200, 3, 500, 0, 1000)):
+        batch = batch_of("decode", tuple((start, 1) for start in starts), bucket)
+        table = world.table.cpu().numpy()
+        kv_slots = [
+            table[slot, start // PAGE] * PAGE + start % PAGE
+            for slot, start in zip(batch.row_slots, starts, strict=True)
+        ]
+        batch = replace(batch, kv_slots=np.array(kv_slots, np.int32))
+        assert max(starts) < columns * PAGE
+        inputs = load(batch, bucket, buffer)
+        planner.plan(bucket, batch)
+        qkv = torch.randn(8, (heads + 2 * kv_heads) * head_dim, device="cuda").bfloat16()
+        rope = torch.randn(8, head_dim, device="cuda")
+        norms = [torch.rand(head_dim, device="cuda").bfloat16() + 0.5 for _ in range(2)]
+        args = [qkv, rope, *(norms if normed else (None, None)), 1e-6]
+        rows = [inputs.kv_slots_T, world.table]
+        rows += [getattr(inputs, f"row_{n}_R") for n in ("slots", "starts", "lens", "offsets")]
+        scale = head_dim**-0.5
+        cache = world.cache.float().cpu()
+        out = decode_attention(*args, world.cache, *rows, scale, window, True)
+        floats = [a.float().cpu() if isinstance(a, Tensor) else a for a in args]
+        cpu_rows = [row.cpu() for row in rows]
+        expected = decode_attention(*floats, cache, *cpu_rows, scale, window, True)
+        assert torch.isfinite(out).all()
+        assert error(out[:5], expected[:5]) < TOLERANCE, starts
+        assert error(world.cache, cache) < TOLERANCE, starts
+        assert not world.cache[0].any(), "padding wrote to the dummy page"
     planner.close()
 
 

@@ -1,0 +1,185 @@
+"""One decode step by bucket: time on the GPU, on the host, in attention's plan, and to compile.
+
+    python -m bench.decode_step CONFIG [--set KEY.PATH=VALUE] [--kv 256] [--batch 1 8 64]
+
+Every row of a full bucket has `--kv` tokens in its cache. Without --one, the two runners (trees, manual) and the two
+units (step, layer) run one after the other, each in a process of its own, and one table shows them all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench.report import percentile, save, table
+from engine.config import load_config
+from engine.scheduler.batch import NUM_FLOATS, NUM_INTS, ScheduledBatch
+from engine.startup import Engine, start_engine
+
+STEPS = 60
+
+
+def decode_batch(batch: int, kv_len: int, page_size: int, column: int = 0) -> ScheduledBatch:
+    """`batch` greedy rows of `kv_len` tokens; the step also sets each row's page in `column` of the page table."""
+    rows = np.arange(batch, dtype=np.int32)
+    columns = -(-kv_len // page_size)
+    pages = 1 + rows * columns
+    last = kv_len - 1
+    position = np.full(batch, last, np.int32)
+    floats = np.zeros((batch, NUM_FLOATS), np.float32)
+    floats[:, [1, 3]] = 1.0  # top_p, repetition
+    return ScheduledBatch(
+        step=0,
+        kind="decode",
+        variant="plain",
+        num_decode_rows=batch,
+        token_ids=np.full(batch, -1, np.int32),
+        positions=position,
+        token_slots=rows,
+        kv_slots=(pages + last // page_size) * page_size + last % page_size,
+        row_slots=rows,
+        row_starts=position,
+        row_lens=np.ones(batch, np.int32),
+        logit_tokens=rows,
+        logit_slots=rows,
+        logit_targets=np.full(batch, -1, np.int32),
+        logit_positions=position + 1,
+        sampling_floats=floats,
+        sampling_ints=np.zeros((batch, NUM_INTS), np.int32),
+        update_slots=rows,
+        update_columns=np.full(batch, column, np.int32),
+        update_pages=pages + column,
+    )
+
+
+def time_bucket(engine: Engine, batch: int, kv_len: int) -> dict[str, Any]:
+    """Milliseconds of a step of `batch` rows."""
+    worker, page_size = engine.worker, engine.config.kv.page_size
+    for column in range(-(-kv_len // page_size)):
+        worker.launch(decode_batch(batch, kv_len, page_size, column)).wait()
+    step = decode_batch(batch, kv_len, page_size)
+    host, single = [], []
+    for _ in range(STEPS):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        pending = worker.launch(step)
+        host.append(time.perf_counter() - begin)
+        pending.wait()
+        single.append(time.perf_counter() - begin)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(STEPS):
+        worker.launch(step)
+    end.record()
+    torch.cuda.synchronize()
+    return {
+        "batch": batch,
+        "gpu_ms": start.elapsed_time(end) / STEPS,
+        "host_ms": 1e3 * percentile(host, 50),
+        "latency_ms": 1e3 * percentile(single, 50),
+        "plan_us": plan_microseconds(engine, step),
+    }
+
+
+def plan_microseconds(engine: Engine, step: ScheduledBatch) -> float:
+    """Host time of attention's plan when every row has come to its next page, so that nothing can be reused."""
+    runner = engine.worker._runner
+    planner, bucket = runner._planner, runner.bucket_for(step)
+    if planner is None:
+        return 0.0
+    moved = decode_batch(step.num_rows, int(step.row_starts[0]) - 15, engine.config.kv.page_size)
+    times = []
+    for repeat in range(STEPS):
+        begin = time.perf_counter()
+        planner.plan(bucket, (step, moved)[repeat % 2])
+        times.append(time.perf_counter() - begin)
+        torch.cuda.synchronize()
+    return 1e6 * percentile(times, 50)
+
+
+def measure(config_path: str, overrides: Sequence[str], args: argparse.Namespace) -> list[Any]:
+    """Start the engine with the asked buckets and time each."""
+    buckets = ",".join(str(batch) for batch in args.batch)
+    config = load_config(
+        Path(config_path),
+        [
+            f"scheduler.max_running={max(args.batch)}",
+            f"compile.decode_buckets=[{buckets}]",
+            f"compile.extend_buckets=[{args.extend}]",
+            f"scheduler.max_step_tokens={args.extend}",
+            *overrides,
+        ],
+    )
+    marks: list[tuple[float, str]] = []
+
+    def progress(phase: str, done: int, total: int, text: str) -> None:
+        if phase == "graphs":
+            marks.append((time.perf_counter(), text))
+
+    engine = start_engine(config, progress)
+    seconds = {
+        text: later - begin for (begin, text), (later, _) in zip(marks, marks[1:], strict=False)
+    }
+    rows = []
+    for batch in args.batch:
+        row = time_bucket(engine, batch, args.kv)
+        row["compile_s"] = seconds.get(f"decode {batch} plain", float("nan"))
+        rows.append(
+            {"runner": config.compile.cudagraphs, "unit": engine.config.compile.unit, **row}
+        )
+    engine.close()
+    return rows
+
+
+def all_variants(args: argparse.Namespace) -> list[Any]:
+    """One process per runner and unit: compiled state does not survive a change of either."""
+    rows: list[Any] = []
+    for runner, unit in (("trees", "step"), ("manual", "step"), ("manual", "layer")):
+        command = [
+            sys.executable,
+            "-m",
+            "bench.decode_step",
+            args.config,
+            "--one",
+            "--kv",
+            str(args.kv),
+        ]
+        command += ["--extend", str(args.extend), "--batch", *map(str, args.batch)]
+        for text in (*args.set, f"compile.cudagraphs={runner}", f"compile.unit={unit}"):
+            command += ["--set", text]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+        if done.returncode:
+            print(f"{runner} {unit}: failed with {done.returncode}", file=sys.stderr)
+            continue
+        rows += json.loads(done.stdout.splitlines()[-1])
+        print(table(rows), flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="One decode step by bucket")
+    parser.add_argument("config")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY.PATH=VALUE")
+    parser.add_argument("--kv", type=int, default=256)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument("--extend", type=int, default=256, help="the one extend bucket")
+    parser.add_argument("--one", action="store_true", help="only the configured runner and unit")
+    args = parser.parse_args()
+    if args.one:
+        print(json.dumps(measure(args.config, args.set, args)))
+        return
+    rows = all_variants(args)
+    save("decode_step", {"kv": args.kv, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()
