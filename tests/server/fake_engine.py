@@ -1,7 +1,7 @@
 """An engine without a model: deterministic tokens, real queueing, aborts and limits.
 
 What is generated depends only on the prompt, the position and, where the temperature is not 0, the
-seed: lower-case letters, never an end. Prompts can ask for something else (see `Script`). Runs in
+seed: lower-case letters, never an end. Prompts can ask for something else (see `script`). Runs in
 the test's process (FakeTransport) or in one of its own (fake_engine_process.py).
 """
 
@@ -190,6 +190,8 @@ class FakeEngine:
         token_id = letter(request, position)
         if item.script:
             token_id = item.script[min(position, len(item.script) - 1)]
+        forced = [i for i, bias in request.logit_bias.items() if bias >= 100]
+        token_id = forced[0] if forced else token_id
         if token_id in request.stop_ids and position < request.min_tokens:
             return 3 + ord("m")
         return token_id
