@@ -32,10 +32,10 @@ class Planner(Protocol):
     """Host work of attention that must precede a step (FlashInfer's plan); none on a CPU."""
 
     def plan(self, bucket: Bucket, batch: ScheduledBatch) -> None:
-        """Plan the step's attention for the bucket's graph.
+        """Plan the step's attention for the bucket's graph. Enqueues copies, waits for nothing."""
 
-        Enqueues copies; does not wait for the device.
-        """
+    def close(self) -> None:
+        """Free what the plans hold."""
 
 
 class Pending(Protocol):
@@ -171,6 +171,10 @@ class GraphRunner:
 
     def close(self) -> None:
         """Free the graphs (before any process group) and stop the worker thread."""
+        if self._is_graph:  # the stance is the process's: another runner may want to compile
+            torch.compiler.set_stance("default")
+        if self._planner is not None:
+            self._planner.close()
         for program in self._programs.values():
             close = getattr(program, "close", None)
             if close is not None:

@@ -164,6 +164,9 @@ def _configure_torch(config: ResolvedConfig, tensors: StepTensors, device: torch
     if device.type != "cuda" or config.compile.backend == "eager":
         return
     torch._inductor.config.triton.cudagraph_dynamic_shape_warn_limit = None
+    # A whole step's weights never change: guarded, they are constants of its graph and cost nothing
+    # per call. A layer's compile serves all layers, so there they must stay arguments.
+    guard = config.compile.unit == "step"
     for tensor in torch.utils._pytree.tree_leaves(tuple(vars(tensors).values())):
         if isinstance(tensor, torch.Tensor):
-            torch._dynamo.mark_static_address(tensor, guard=False)
+            torch._dynamo.mark_static_address(tensor, guard=guard)
