@@ -40,7 +40,7 @@ NO_BIAS = np.zeros(0, np.float32)
 @st.composite
 def full_cases(draw_: st.DrawFn) -> tuple[int, Row, Slot, list[int], set[int] | None]:
     """Vocabulary, settings, slot, output before admission, grammar."""
-    vocab = draw_(st.sampled_from([33, 257, 320]))
+    vocab = draw_(st.sampled_from([33, 257, 1229, 1280]))
     ids = st.integers(0, vocab - 1)
     output = draw_(st.lists(ids, max_size=12))
     slot = Slot(
