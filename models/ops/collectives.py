@@ -12,6 +12,9 @@ from typing import Any, cast
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
+# torch 2.13's name for what was all_gather_tensor.
+_all_gather: Any = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
+
 
 def all_reduce(x: Tensor, size: int, group: str) -> Tensor:
     """Sum over the ranks of the group, on all of them.
@@ -28,4 +31,5 @@ def all_gather_last(x: Tensor, size: int, group: str) -> Tensor:
     """[..., n] on each rank -> [..., size * n] on all, in rank order."""
     if size == 1:
         return x
-    return functional.all_gather_tensor(x, x.dim() - 1, cast(Any, group))
+    gathered: Tensor = _all_gather(x, x.dim() - 1, group)
+    return gathered

@@ -18,17 +18,20 @@ from torch import Tensor
 from models.config import ModelConfig
 from models.forward import lm_logits, make_backbone
 from models.inputs import KVCache, StepInputs, StepState, TensorParallel
+from models.sharding import local_heads
 from models.weights import load_params, resolve_checkpoint
 
 Chunks = Mapping[int, Sequence[int]]  # slot -> token ids, appended to what the slot holds
 ONE_RANK = TensorParallel()
 
 
-def load(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[ModelConfig, dict[str, Any]]:
-    """Configuration and parameters of a checkpoint, on the CPU."""
+def load(
+    folder: Path, dtype: torch.dtype = torch.float32, tp: TensorParallel = ONE_RANK
+) -> tuple[ModelConfig, dict[str, Any]]:
+    """Configuration and a rank's parameters of a checkpoint, on the CPU."""
     checkpoint = resolve_checkpoint(str(folder))
     model = ModelConfig.from_hf(checkpoint.config)
-    return model, load_params(model, ONE_RANK, checkpoint, dtype, torch.device("cpu"))
+    return model, load_params(model, tp, checkpoint, dtype, torch.device("cpu"))
 
 
 class Harness:
@@ -40,6 +43,7 @@ class Harness:
         num_slots: sequences at a time.
         max_len: longest of them.
         padding: tokens, rows, logit rows and updates of padding in every step.
+        tp: this rank's place; `params` are its own.
     """
 
     def __init__(
@@ -51,8 +55,10 @@ class Harness:
         num_slots: int = 4,
         max_len: int = 64,
         padding: int = 3,
+        tp: TensorParallel = ONE_RANK,
         seed: int = 0,
     ) -> None:
+        self.tp = tp
         self.model = model
         self.params = params
         self.page_size = page_size
@@ -61,7 +67,7 @@ class Harness:
         columns = -(-max_len // page_size)
         num_pages = num_slots * columns + 1
         dtype = params["embed"].dtype
-        shape = (num_pages, 2, page_size, model.num_kv_heads, model.head_dim)
+        shape = (num_pages, 2, page_size, local_heads(model, tp)[1], model.head_dim)
         self.kv_cache = KVCache(tuple(torch.zeros(shape, dtype=dtype) for _ in model.layer_windows))
         self.state = StepState(
             torch.zeros(num_slots + 1, columns, dtype=torch.int32),
@@ -107,10 +113,10 @@ class Harness:
     def logits(self, chunks: Chunks, kind: str = "extend") -> dict[int, Tensor]:
         """Run one step: slot -> logits [tokens of its chunk, V]."""
         inputs = self.inputs(chunks)
-        hidden = make_backbone(self.model, ONE_RANK, kind)(
+        hidden = make_backbone(self.model, self.tp, kind)(
             self.params, self.kv_cache, self.state, inputs
         )
-        logits = lm_logits(self.model, ONE_RANK, self.params, *hidden, inputs)
+        logits = lm_logits(self.model, self.tp, self.params, *hidden, inputs)
         sizes = [len(ids) for ids in chunks.values()]
         return dict(zip(chunks, torch.split(logits[: sum(sizes)], sizes), strict=True))
 
