@@ -138,7 +138,7 @@ def refuse_unsupported(data: Mapping[str, Any]) -> None:
             param="response_format",
         )
     if data.get("modalities") not in (None, ["text"]):
-        raise InvalidRequest("only the modality 'text' is supported", param="modalities")
+        raise InvalidRequest("modalities: only ['text'] is supported", param="modalities")
     forced = data.get("tool_choice"), data.get("function_call")
     for name, choice in zip(("tool_choice", "function_call"), forced, strict=True):
         if choice not in (None, "none", "auto"):

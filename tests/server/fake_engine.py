@@ -241,7 +241,8 @@ class FakeTransport:
 
     async def open(self, on_messages: OnMessages, on_exit: OnExit) -> None:
         self._on_messages, self._on_exit = on_messages, on_exit
-        self._task = asyncio.get_running_loop().create_task(self._serve())
+        self.engine_loop = asyncio.get_running_loop()
+        self._task = self.engine_loop.create_task(self._serve())
 
     def send(self, message: ToEngine) -> None:
         if not self.closed and not self._exit and not self.engine.handle(message):
