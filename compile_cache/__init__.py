@@ -6,6 +6,7 @@ are called).
 
 from __future__ import annotations
 
+from compile_cache.aot import AotFunction, compile_or_load
 from compile_cache.archive import export, import_
 from compile_cache.fingerprint import (
     Difference,
@@ -18,9 +19,11 @@ from compile_cache.fingerprint import (
 )
 from compile_cache.session import Session
 from compile_cache.store import CacheError, Entry, Hit, Miss, Store, default_root, format_size
+from compile_cache.vector_isa import settle_vector_isa
 from compile_cache.warmup import Job, Report, run_jobs
 
 __all__ = [
+    "AotFunction",
     "CacheError",
     "Difference",
     "Entry",
@@ -32,6 +35,7 @@ __all__ = [
     "Session",
     "Store",
     "compile_config",
+    "compile_or_load",
     "default_root",
     "explain",
     "export",
@@ -40,5 +44,6 @@ __all__ = [
     "import_",
     "machine_parts",
     "run_jobs",
+    "settle_vector_isa",
     "source_digest",
 ]
