@@ -118,12 +118,12 @@ def _tokenize(body: bytes, context: Context) -> dict[str, Any]:
         ids = tokenizer.encode(request.prompt, add_special_tokens=special)
     else:
         ids = chat_prompt(request, tokenizer)
-    strings = [tokenizer.token_text(token_id) for token_id in ids]
+    strings = [tokenizer.token_text(i) for i in ids] if request.return_token_strs else None
     return {
         "count": len(ids),
         "max_model_len": context.ready.max_model_len,
         "tokens": ids,
-        "token_strs": strings if request.return_token_strs else None,
+        "token_strs": strings,
     }
 
 

@@ -1,0 +1,155 @@
+"""The server as a process: signals, the engine's death, what is left behind. One engine is fake."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from engine.errors import ConfigError
+from engine.server.lifecycle import listen
+from tests.server.processes import children_of, gone
+from tests.server.servers import ServerProcess, wait_for_status
+
+SLOW: dict[str, Any] = {"step_s": 0.02}
+
+
+async def stream(http: httpx.AsyncClient, started: asyncio.Event, max_tokens: int) -> str:
+    """A streamed completion, whole; `started` is set at its first bytes."""
+    body = {"prompt": "x", "max_tokens": max_tokens, "stream": True, "ignore_eos": True}
+    text = ""
+    async with http.stream("POST", "/v1/completions", json=body) as response:
+        assert response.status_code == 200
+        async for piece in response.aiter_text():
+            started.set()
+            text += piece
+    return text
+
+
+async def open_streams(url: str, max_tokens: int, then: Any, count: int = 8) -> list[Any]:
+    """Open streams, call `then` once all have begun, and return the texts or exceptions."""
+    async with httpx.AsyncClient(base_url=url, timeout=60) as http:
+        events = [asyncio.Event() for _ in range(count)]
+        tasks = [asyncio.create_task(stream(http, event, max_tokens)) for event in events]
+        for event in events:
+            await event.wait()
+        await then(http)
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def test_sigterm_drains(tmp_path: Path) -> None:
+    with ServerProcess(tmp_path, SLOW) as server:
+        wait_for_status(server.url, 200)
+        (engine,) = children_of(server.process.pid)
+
+        async def terminate(http: httpx.AsyncClient) -> None:
+            server.process.send_signal(signal.SIGTERM)
+            await asyncio.sleep(0.1)
+            health = await http.get("/health")
+            assert (health.status_code, health.json()["status"]) == (503, "draining")
+            refused = await http.post("/v1/completions", json={"prompt": "x"})
+            assert refused.status_code == 503
+
+        texts = asyncio.run(open_streams(server.url, 50, terminate))
+        for text in texts:
+            assert text.endswith("data: [DONE]\n\n") and '"finish_reason":"length"' in text
+        assert server.process.wait(timeout=10) == 0
+        assert gone(engine)
+        assert not list(Path("/tmp").glob(f"fullgraph-*/engine-{server.process.pid}"))
+
+
+def test_drain_timeout(tmp_path: Path) -> None:
+    with ServerProcess(tmp_path, SLOW, **{"server.drain_timeout_s": 0.2}) as server:
+        wait_for_status(server.url, 200)
+
+        async def terminate(http: httpx.AsyncClient) -> None:
+            server.process.send_signal(signal.SIGTERM)
+
+        begin = time.monotonic()
+        texts = asyncio.run(open_streams(server.url, 240, terminate))
+        assert all('"code":"unavailable"' in text for text in texts)
+        assert server.process.wait(timeout=10) == 0
+        assert time.monotonic() - begin < 4
+
+
+def test_a_second_signal_does_not_wait(tmp_path: Path) -> None:
+    with ServerProcess(tmp_path, SLOW) as server:
+        wait_for_status(server.url, 200)
+        (engine,) = children_of(server.process.pid)
+
+        async def interrupt_twice(http: httpx.AsyncClient) -> None:
+            server.process.send_signal(signal.SIGINT)
+            await asyncio.sleep(0.2)
+            server.process.send_signal(signal.SIGINT)
+
+        begin = time.monotonic()
+        asyncio.run(open_streams(server.url, 240, interrupt_twice, count=2))
+        server.process.wait(timeout=10)
+        assert time.monotonic() - begin < 3 and gone(engine)
+
+
+def test_killed_engine(tmp_path: Path) -> None:
+    with ServerProcess(tmp_path, SLOW) as server:
+        wait_for_status(server.url, 200)
+        (engine,) = children_of(server.process.pid)
+
+        async def kill(http: httpx.AsyncClient) -> None:
+            os.kill(engine, signal.SIGKILL)
+            deadline = time.monotonic() + 5
+            while (await http.get("/health")).status_code != 503:
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.01)
+
+        texts = asyncio.run(open_streams(server.url, 240, kill))
+        for text in texts:
+            assert "killed by SIGKILL" in text and '"code":"engine_dead"' in text
+        assert server.process.wait(timeout=10) == 1
+        assert server.wait_for_line("killed by SIGKILL")
+
+
+def test_an_engine_that_cannot_start(tmp_path: Path) -> None:
+    with ServerProcess(tmp_path, {"fatal": "no such weights"}) as server:
+        assert server.process.wait(timeout=20) == 1
+        assert server.wait_for_line("no such weights")
+
+
+def test_listens_and_answers_while_the_engine_starts(tmp_path: Path) -> None:
+    with ServerProcess(tmp_path, {"start_s": 100}, **{"log.progress": "lines"}) as server:
+        health = wait_for_status(server.url, 503)
+        assert health.json()["status"] == "starting"
+        assert server.wait_for_line("weights 1/2 layer 1")
+        (engine,) = children_of(server.process.pid)
+        begin = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(timeout=10) == 0
+        assert time.monotonic() - begin < 8 and gone(engine)
+
+
+def test_settings_are_shown_when_ready(tmp_path: Path) -> None:
+    with ServerProcess(tmp_path, {"num_pages": 77}, **{"log.progress": "lines"}) as server:
+        assert server.wait_for_line("ready on ").split()[-1] == server.url
+        assert server.wait_for_line("kv.num_pages = 77")
+
+
+def test_a_killed_server_leaves_no_engine(tmp_path: Path) -> None:
+    with ServerProcess(tmp_path, {}) as server:
+        wait_for_status(server.url, 200)
+        (engine,) = children_of(server.process.pid)
+        server.process.kill()
+        assert gone(engine)
+
+
+def test_a_taken_port_is_a_configuration_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"127.0.0.1:{port}"):
+            listen("127.0.0.1", port)
+    with pytest.raises(ConfigError, match="no.such.host"):
+        listen("no.such.host.invalid", 0)
