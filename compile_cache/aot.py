@@ -92,6 +92,7 @@ def compile_or_load(
 
     unmark = _snapshot(args)
     mark()
+    assert not _has_constants(args), "mark_static_address(guard=True): a blob cannot hold constants"
     settings = {**(options or {}), **({"triton.cudagraphs": True} if cudagraphs else {})}
     with dynamo_config.patch(enable_aot_compile=True):  # the default from torch 2.12 on
         compiled = torch.compile(function, fullgraph=True, options=settings)
@@ -103,6 +104,13 @@ def compile_or_load(
         return compiled
     unmark()
     return AotFunction(ahead, loaded=False)
+
+
+def _has_constants(args: tuple[Any, ...]) -> bool:
+    # Such a tensor becomes part of the graph: what was compiled runs, but what is loaded lacks it.
+    from torch.utils._pytree import tree_leaves
+
+    return any(getattr(t, "_dynamo_static_input_type", "") == "guarded" for t in tree_leaves(args))
 
 
 def _snapshot(args: tuple[Any, ...]) -> Callable[[], None]:

@@ -145,3 +145,14 @@ def test_a_blob_that_is_no_function_is_built_again_and_one_that_cannot_be_kept_s
     assert len(warned) == 2
     assert "cannot be loaded and is built again (UnpicklingError" in warned[0]
     assert "cannot be kept" in warned[1] and warned[1].endswith("Failed to serialize)")
+
+
+def test_a_tensor_that_would_become_a_constant_is_our_bug(tmp_path: Path) -> None:
+    params, cache = make_tensors(SHAPE, 8, "cpu")
+    args = (params, cache, make_inputs(SHAPE, 8, "cpu"))
+    torch._dynamo.mark_static_address(cache.layers[0], guard=True)
+    with (
+        Store(tmp_path, print).open(HERE) as session,
+        pytest.raises(AssertionError, match="guard=True"),
+    ):
+        compile_or_load(make_step(SHAPE), args, session, "step", warn=print)
