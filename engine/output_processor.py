@@ -104,7 +104,6 @@ class OutputProcessor:
             stops &= lengths - tables.num_prompt[slots] > tables.min_tokens[slots]
         for index in np.flatnonzero(stops | (lengths >= tables.limit[slots])).tolist():
             slot = int(slots[index])
-            tables.length[slot] = lengths[index]
             if stops[index]:
                 self._finish(slot, FINISH_STOP, token_ids[index], output)
             else:

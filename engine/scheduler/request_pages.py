@@ -6,13 +6,11 @@ A running request's columns of the page table:
     0 ............ num_published ............ num_pages
     | in the tree, locked by it  | its own            |
 
-A page is given back only when no step in flight can read or write it. Knows nothing of budgets or
+Knows nothing of budgets or
 policies.
 """
 
 from __future__ import annotations
-
-from collections import deque
 
 import numpy as np
 
@@ -34,7 +32,6 @@ class RequestPages:
         self.num_remapped = 0
         self._page_size = limits.page_size
         self._tables = tables
-        self._deferred: deque[tuple[int, I32]] = deque()  # (step that may still use them, pages)
 
     @property
     def available(self) -> int:
@@ -74,13 +71,14 @@ class RequestPages:
         self._tables.num_pages[slots] = columns + 1
         return columns, pages
 
-    def publish(self, state: RequestState, num_tokens: int, max_duplicates: int, step: int) -> I32:
+    def publish(self, state: RequestState, num_tokens: int, max_duplicates: int) -> I32:
         """Share a running request's full pages among its first `num_tokens` tokens, whose ids are
         known and whose KV was scheduled.
 
         Where the tree already has such a page (two requests computed the same prefix at the same
-        time), the request takes the tree's in its place, and its own is freed once `step`, the one
-        being made, was processed. Where there are more than `max_duplicates`, the rest has to wait.
+        time), the request takes the tree's in its place and its own is freed. Where there are more
+        than `max_duplicates`, the rest has to wait. To be called with `max_duplicates` > 0 only
+        when this step has all its pages.
 
         Returns:
             Pages (int32 [n], n <= max_duplicates) for the page table, from the column that was
@@ -92,8 +90,11 @@ class RequestPages:
         canonical = self._extend(state, end, max_duplicates)
         if len(canonical):
             own = self._tables.page_table[state.slot, start : start + len(canonical)]
-            self._deferred.append((step, own.copy()))
+            duplicates = own.copy()
             own[:] = canonical
+            # Free for the next step at the earliest: the step in flight, which reads them, is done
+            # by then, and the one being made reads the tree's.
+            self.pool.give_back(duplicates)
             self.num_remapped += len(canonical)
         return canonical
 
@@ -109,7 +110,7 @@ class RequestPages:
             self.pool.give_back(pages[kept:])
             self.cache.discard(state.node)
         else:
-            full = int(min(tables.computed[slot], tables.length[slot])) // self._page_size
+            full = int(tables.computed[slot]) // self._page_size
             canonical = _NO_PAGES
             if full > kept:
                 canonical = self._extend(state, full, full - kept)
@@ -124,21 +125,15 @@ class RequestPages:
         own = int(self._tables.num_pages[state.slot]) - state.num_published
         return own + self.cache.num_exclusive(state.node)
 
-    def free_processed(self, step: int) -> None:
-        """Steps up to `step` are done: pages that only they used are free."""
-        while self._deferred and self._deferred[0][0] <= step:
-            self.pool.give_back(self._deferred.popleft()[1])
-
     def check_integrity(self, holders: list[RequestState]) -> None:
-        """Raise AssertionError unless every page is exactly one of free, in the tree, a request's
-        own or deferred.
+        """Raise AssertionError unless every page is exactly one of free, in the tree and a
+        request's own.
         """
         tables = self._tables
         self.pool.check_integrity()
         nodes = [state.node for state in holders if state.node is not None]
         assert len(nodes) == len(holders), "a request in a slot has no place in the prefix tree"
         runs = [self.pool.free_pages(), self.cache.check_integrity(nodes)]
-        runs.extend(pages for _, pages in self._deferred)
         for state, node in zip(holders, nodes, strict=True):
             columns = tables.page_table[state.slot, : tables.num_pages[state.slot]]
             path = self.cache.path_pages(node)

@@ -99,6 +99,8 @@ class Scheduler:
         plan = StepPlan(self.limits, self._next_step)
         self._running.add_decode_rows(plan)
         for state in list(self._running.prefilling):
+            if self.limits.policy == "priority":
+                self._admit(plan, ahead_of=state)
             self._add_chunk(plan, state)
         self._admit(plan)
         if plan.is_empty:
@@ -169,7 +171,6 @@ class Scheduler:
             "a step was processed out of order"
         )
         self._running.processed = step
-        self.pages.free_processed(step)
 
     def release_drained(self) -> None:
         """The results of the last step were applied: release whoever waited for it."""
@@ -211,7 +212,7 @@ class Scheduler:
         tables.computed[slot] = stop
         # At once, so that the next request of this very step shares these pages: every layer writes
         # the keys and values of all tokens before its attention reads any.
-        self.pages.publish(state, stop, 0, self._next_step)
+        self.pages.publish(state, stop, 0)
         if self._has_unpublished(state) and state not in self._unpublished:
             self._unpublished.append(state)
         if state.request.prompt_logprobs >= 0:
@@ -224,9 +225,9 @@ class Scheduler:
             if tables.length[slot] < tables.limit[slot]:
                 tables.set_decoding(slot, True)
 
-    def _admit(self, plan: StepPlan) -> None:
+    def _admit(self, plan: StepPlan, ahead_of: RequestState | None = None) -> None:
         """Start requests from the queue, strictly in its order, while slot, step and pages have
-        room.
+        room; with `ahead_of` only those of a higher priority than that one.
         """
         if plan.blocked or not len(self._queue) or not self.tables.num_free:
             return
@@ -236,6 +237,8 @@ class Scheduler:
         while self.tables.num_free and plan.tokens_left and plan.logits_left:
             state = self._queue.peek()
             if state is None:
+                break
+            if ahead_of is not None and state.seniority[0] >= ahead_of.seniority[0]:
                 break
             match = self._match(state)
             estimate = self._estimated_pages(state)
@@ -301,7 +304,7 @@ class Scheduler:
             # This step writes its own tokens where the page table said before.
             before = starts.get(state.slot, int(self.tables.computed[state.slot]))
             column, known = state.num_published, min(before, len(state.tokens))
-            pages = self.pages.publish(state, known, spare, plan.step)
+            pages = self.pages.publish(state, known, spare)
             plan.add_columns(state.slot, column, pages)
             spare -= len(pages)
             if self._has_unpublished(state):

@@ -141,6 +141,7 @@ class Simulation:
         else:
             assert self._in_flight or not self.scheduler.has_work, "nothing runs, nothing will"
         self.scheduler.check_integrity()
+        self._check_cache()
         self._abort(1)
         if not self.limits.overlap:
             self._in_flight, flying = flying, None
@@ -267,6 +268,20 @@ class Simulation:
         assert np.all(np.diff(sequence[:decode]) > 0), "decode rows out of order"
         if limits.policy != "priority":
             assert np.all(np.diff(sequence[decode:]) > 0), "chunks out of order"
+
+    def _check_cache(self) -> None:
+        """Every page of the prefix tree holds the KV of the tokens that the tree says."""
+        size, cache = self.limits.page_size, self.scheduler.pages.cache
+        ends = {id(cache.root): (0, prefix_hash([]))}
+        for node in cache.nodes():
+            position, prefix = ends[id(node.parent)]
+            tokens = node.tokens.tolist()
+            for index, token in enumerate(tokens):
+                prefix = extend_hash(prefix, token)
+                page = int(node.pages[index // size])
+                held = self.device.kv[page * size + index % size]
+                assert held == (position + index, token, prefix), "the prefix tree is wrong"
+            ends[id(node)] = (position + len(tokens), prefix)
 
     def _check_progress(self, batch: ScheduledBatch | None) -> None:
         """The most senior running request has a row in nearly every step and is never preempted."""

@@ -105,7 +105,7 @@ def simulate(seed: int, *, overlap: bool) -> Simulation:
     return simulation
 
 
-@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(seed=st.integers(0, 2**32), overlap=st.booleans())
 def test_random_lives(seed: int, overlap: bool) -> None:
     simulate(seed, overlap=overlap)
