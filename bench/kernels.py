@@ -104,17 +104,22 @@ def candidates(m: Matrix, rows: int) -> Iterator[Choice | None]:
             if 2048 <= elements <= 16384 and block_k <= 2 * m.inner and not large:
                 yield Choice(block_n, block_k, warps=warps)
         return
-    tiles = (
-        (16, 256, 4, 4), (32, 128, 4, 4), (32, 256, 3, 4), (64, 64, 3, 4), (64, 64, 5, 4),
-        (64, 128, 3, 4), (64, 128, 4, 4), (64, 128, 4, 8), (128, 64, 4, 4), (128, 64, 4, 8),
+    few = (
+        (16, 256, 4, 4), (32, 128, 4, 4), (32, 256, 3, 4), (64, 64, 5, 4),
+        (64, 128, 4, 4), (64, 128, 4, 8), (128, 64, 4, 4),
     )  # fmt: skip
-    for (block_n, block_k, stages, warps), split in itertools.product(tiles, (1, 2, 4, 8)):
+    many = ((64, 64, 5, 4), (64, 128, 3, 4), (64, 128, 3, 8), (128, 64, 4, 8), (128, 128, 3, 8))
+    tiles = few if rows <= 64 else many
+    blocks_m = (64,) if rows <= 64 else (64, 128)
+    for launch, split, block_m in itertools.product(tiles, (1, 2, 4, 8), blocks_m):
+        block_n, block_k, stages, warps = launch
         programs = -(-m.columns // (block_n // 2 if m.act else block_n)) * split
-        shared = stages * block_k * 2 * (block_n + max(16, rows))
+        programs *= -(-rows // block_m)
+        shared = stages * block_k * 2 * (block_n + min(block_m, max(16, rows)))
         cut = m.inner % (split * block_k) == 0 and m.inner // split >= 2 * block_k
-        if cut and 64 <= programs <= 400 and shared <= 200 << 10:
-            for fuse_norm in (0, 1, 2) if m.norm else (1,):
-                yield Choice(block_n, block_k, split, stages, warps, fuse_norm)
+        if cut and 48 <= programs <= 400 and shared <= 200 << 10:
+            for fuse_norm in (0, 2) if m.norm else (1,):
+                yield Choice(block_n, block_k, split, stages, warps, fuse_norm, block_m)
 
 
 def linear_call(

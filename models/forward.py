@@ -25,6 +25,7 @@ from models.ops.linear import Kernels
 from models.param_spec import Tree
 from models.registry import family_of
 
+# A piece's __name__ tells it from the others of its step.
 CompilePiece = Callable[[Callable[..., Any]], Callable[..., Any]]
 Backbone = Callable[[Tree, KVCache, StepState, StepInputs], tuple[Tensor, Tensor | None]]
 PLAIN = Kernels()
@@ -92,7 +93,8 @@ def make_backbone(
         tp: this rank's place.
         kind: "decode" or "extend".
         compile_piece: applied once to the embedding and once to a layer of each window.
-        kernels: `fused` makes decode steps of fused operators, where the family's layers allow it.
+        kernels: `fused` makes steps of fused operators, decode layers whole where the family's
+            layers allow it.
     """
     family = family_of(model.architecture)
     fused = kernels.fused and kind == "decode" and can_fuse(family)
@@ -101,7 +103,7 @@ def make_backbone(
         window: compile_piece(
             _fused_layer_piece(model, tp, window, kernels)
             if fused
-            else _layer_piece(model, family, tp, window, kind)
+            else _layer_piece(model, family, tp, window, kind, kernels)
         )
         for window in sorted(set(model.layer_windows))
     }
@@ -147,11 +149,17 @@ def _fused_layer_piece(
     ) -> Tensor:
         return fused_decoder_layer(model, tp, window, kernels, p, x_TE, rope_TD, kv_layer, rows)
 
+    fused_layer_step.__name__ += f"_{window}"
     return fused_layer_step
 
 
 def _layer_piece(
-    model: ModelConfig, family: Family, tp: TensorParallel, window: int, kind: str
+    model: ModelConfig,
+    family: Family,
+    tp: TensorParallel,
+    window: int,
+    kind: str,
+    kernels: Kernels,
 ) -> Callable[..., tuple[Tensor, Tensor]]:
     def layer_step(
         p: Params,
@@ -162,7 +170,8 @@ def _layer_piece(
         rows: Rows,
     ) -> tuple[Tensor, Tensor]:
         return decoder_layer(
-            model, family, tp, window, kind, p, x_TE, residual_TE, rope_TD, kv_layer, rows
+            model, family, tp, window, kind, kernels, p, x_TE, residual_TE, rope_TD, kv_layer, rows
         )
 
+    layer_step.__name__ += f"_{window}"
     return layer_step

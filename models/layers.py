@@ -19,7 +19,9 @@ from models.config import ModelConfig
 from models.inputs import TensorParallel
 from models.ops.attention import paged_attention
 from models.ops.collectives import all_reduce
+from models.ops.fused import qk_norm_rope_kv_write
 from models.ops.kv_write import kv_write
+from models.ops.linear import Kernels
 from models.param_spec import ParamSpec, Part
 from models.sharding import local_heads
 
@@ -44,7 +46,8 @@ class Family(NamedTuple):
     Attributes:
         layer_specs: parameters of one layer: (model, dtype, name prefix in the checkpoint, layer
             index).
-        heads: qkv [T, (H + 2K) * D] -> q_THD, k_TKD, v_TKD before the rotary embedding.
+        heads: qkv [T, (H + 2K) * D] -> q_THD, k_TKD, v_TKD before the rotary embedding. Fused kernels
+            stand in for it: they split, and apply `q_norm` and `k_norm` where there are such.
         feed_forward: [T, E] -> [T, E], summed over the ranks.
     """
 
@@ -111,6 +114,7 @@ def attention(
     tp: TensorParallel,
     window: int,
     kind: str,
+    kernels: Kernels,
     p: Params,
     x_TE: Tensor,
     rope_TD: Tensor,
@@ -119,9 +123,25 @@ def attention(
 ) -> Tensor:
     """Project, rotate, write keys and values to their pages, attend, project back: [T, E]."""
     qkv = linear(x_TE, p["qkv"], p.get("qkv_bias"))
-    q_THD, k_TKD, v_TKD = family.heads(model, tp, p, qkv)
-    q_THD, k_TKD = apply_rope(q_THD, rope_TD), apply_rope(k_TKD, rope_TD)
-    kv_write(k_TKD, v_TKD, kv_layer, rows.kv_slots_T)
+    if kernels.fused:
+        num_heads, num_kv_heads = local_heads(model, tp)
+        q_THD = qk_norm_rope_kv_write(
+            qkv,
+            rope_TD,
+            p.get("q_norm"),
+            p.get("k_norm"),
+            model.norm_eps,
+            num_heads,
+            num_kv_heads,
+            model.head_dim,
+            kv_layer,
+            rows.kv_slots_T,
+            kernels.pdl,
+        )
+    else:
+        q_THD, k_TKD, v_TKD = family.heads(model, tp, p, qkv)
+        q_THD, k_TKD = apply_rope(q_THD, rope_TD), apply_rope(k_TKD, rope_TD)
+        kv_write(k_TKD, v_TKD, kv_layer, rows.kv_slots_T)
     o_THD = paged_attention(
         q_THD,
         kv_layer,
@@ -143,6 +163,7 @@ def decoder_layer(
     tp: TensorParallel,
     window: int,
     kind: str,
+    kernels: Kernels,
     p: Params,
     x_TE: Tensor,
     residual_TE: Tensor,
@@ -157,7 +178,7 @@ def decoder_layer(
     """
     residual_TE = residual_TE + x_TE
     x_TE = rms_norm(residual_TE, p["input_norm"], model.norm_eps)
-    x_TE = attention(model, family, tp, window, kind, p, x_TE, rope_TD, kv_layer, rows)
+    x_TE = attention(model, family, tp, window, kind, kernels, p, x_TE, rope_TD, kv_layer, rows)
     residual_TE = residual_TE + x_TE
     x_TE = rms_norm(residual_TE, p["post_norm"], model.norm_eps)
     return family.feed_forward(model, tp, p, x_TE), residual_TE

@@ -97,9 +97,11 @@ def _paged_attention(
     rows = Rows(page_table_SP, row_slots_R, row_starts_R, row_lens_R, row_offsets_R)
     if kv_layer.data_ptr() == _table.first_layer:
         planned.prepare(rows)
-    # A decode runner writes every row. In an extend step no one writes the padding's, which must be finite.
-    empty = torch.empty if kind == "decode" else torch.zeros
-    out_THD = empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
+    out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
+    if (
+        kind == "extend"
+    ):  # a decode runner writes padding, too; here no one does, and it must be finite
+        page_lists_triton.clear_padding(out_THD, row_lens_R)
     planned.run(q_THD, kv_layer, rows, scale, out_THD)
     return out_THD
 

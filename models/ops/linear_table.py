@@ -1,4 +1,4 @@
-"""Which kernel a matrix applied to few rows takes: measured where it was, guessed elsewhere. Data, no torch.
+"""Which kernel a matrix applied to few rows takes: measured where it was, guessed elsewhere. Data.
 
 Measured on an H200 by bench/kernels.py, weights rotated out of the caches. None is cuBLAS.
 
@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-MAX_ROWS = 64  # more rows are cuBLAS's
+MAX_ROWS = 256  # more rows are cuBLAS's
+_GUESSED_ROWS = 64  # and so are more than these of a shape that was not measured
 
 
 class Choice(NamedTuple):
@@ -18,7 +19,9 @@ class Choice(NamedTuple):
     Attributes:
         block_n: rows of w of a tile (with SwiGLU half of them gate, half up). block_k: inner elements of a tile.
         split: parts that the inner dimension is cut into. stages: depth of the pipeline. warps: of a program.
-        fuse_norm: an RMS norm before the matrix is 0: a kernel of its own, 1: applied to x, 2: applied to w.
+        fuse_norm: an RMS norm before the matrix is 0: a kernel of its own, 1: applied to x,
+            2: applied to w.
+        block_m: rows of x of a tile at most.
     """
 
     block_n: int
@@ -27,11 +30,32 @@ class Choice(NamedTuple):
     stages: int = 1
     warps: int = 4
     fuse_norm: int = 1
+    block_m: int = 64
 
 
-# (rows up to, N, K, act) -> choice; of a shape the entry with the least rows that holds M counts.
-Shape = tuple[int, int, bool]
-TABLE: dict[Shape, tuple[tuple[int, Choice | None], ...]] = {}
+_GEMV = 1, Choice(4, 512)
+# (N, K, act) -> (rows up to, choice) in ascending order.
+TABLE: dict[tuple[int, int, bool], tuple[tuple[int, Choice | None], ...]] = {
+    # Qwen3-0.6B: qkv, o, gate_up, down.
+    (4096, 1024, False): (
+        _GEMV,
+        (32, Choice(64, 64, 4, 5, 4, 2)),
+        (64, Choice(64, 128, 1, 4, 4, 0)),
+    ),
+    (1024, 2048, False): (
+        (1, Choice(8, 2048)),
+        (16, Choice(32, 128, 4, 4)),
+        (32, Choice(64, 64, 4, 5)),
+        (64, Choice(64, 128, 4, 4, 8)),
+    ),
+    (3072, 1024, True): (_GEMV, (64, Choice(64, 128, 1, 4, 4, 0))),
+    (1024, 3072, False): (
+        (1, Choice(4, 2048, warps=8)),
+        (16, Choice(64, 128, 4, 4)),
+        (32, Choice(32, 128, 4, 4)),
+        (64, Choice(64, 128, 4, 4, 8)),
+    ),
+}
 
 
 def choose_linear(num_rows: int, columns: int, inner: int, act: bool) -> Choice | None:
@@ -41,26 +65,26 @@ def choose_linear(num_rows: int, columns: int, inner: int, act: bool) -> Choice 
     for most_rows, choice in TABLE.get((columns, inner, act), ()):
         if num_rows <= most_rows:
             return choice
-    return _gemv(inner, act) if num_rows == 1 else _skinny(num_rows, columns, inner, act)
-
-
-def _gemv(inner: int, act: bool) -> Choice:
-    """One row: a program takes a few whole rows of w, about 4096 elements at a time."""
-    block_k = max(128, min(2048, 1 << (inner - 1).bit_length()))
-    return Choice(max(1, 4096 // block_k // (2 if act else 1)), block_k)
-
-
-def _skinny(num_rows: int, columns: int, inner: int, act: bool) -> Choice | None:
-    """A few rows: tiles of 64 columns, cut along K until there are about as many programs as multiprocessors."""
-    block_n, tiles = 64, columns // (32 if act else 64)
-    block_k = next((k for k in (128, 64) if inner % k == 0), None)
-    if block_k is None or columns * inner > 32 << 20:
+    if num_rows > _GUESSED_ROWS:
         return None
+    return _gemv(inner) if num_rows == 1 else _skinny(columns, inner, act)
+
+
+def _gemv(inner: int) -> Choice:
+    """One row: a program takes four rows of w."""
+    return Choice(4, 512) if inner < 2048 else Choice(4, 2048, warps=8)
+
+
+def _skinny(columns: int, inner: int, act: bool) -> Choice | None:
+    """A few rows: tiles of 64 rows of w, cut along K only until there are 64 programs.
+
+    Large matrices are cuBLAS's, which is near the memory bandwidth there.
+    """
+    block_k = next((k for k in (128, 64) if inner % k == 0), None)
+    if columns * inner > 16 << 20 or block_k is None:
+        return None
+    tiles = columns // (32 if act else 64)
     split = 1
-    while (
-        tiles * split * 2 <= 160
-        and inner % (split * 2 * block_k) == 0
-        and inner // (split * 2) >= 2 * block_k
-    ):
+    while tiles * split < 64 and inner % (split * 2 * block_k) == 0:
         split *= 2
-    return Choice(block_n, block_k, split, 4)
+    return Choice(64, block_k, split, 4, 4, 0)

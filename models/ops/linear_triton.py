@@ -48,13 +48,15 @@ _PARTS, _COUNTERS = 8 << 20, 1 << 14
 
 def fits(num_rows: int, columns: int, act: bool, tiles: Choice) -> bool:
     """Whether the workspace holds a launch of `skinny`."""
+    block_m = _block_m(num_rows, tiles)
     programs = triton.cdiv(columns, tiles.block_n // 2 if act else tiles.block_n)
-    tile = (tiles.block_n + 1) * _rows_of(num_rows)
+    programs *= triton.cdiv(num_rows, block_m)
+    tile = (tiles.block_n + 1) * block_m
     return programs <= _COUNTERS and (tiles.split == 1 or programs * tiles.split * tile <= _PARTS)
 
 
-def _rows_of(num_rows: int) -> int:
-    return max(16, triton.next_power_of_2(num_rows))
+def _block_m(num_rows: int, tiles: Choice) -> int:
+    return min(tiles.block_m, max(16, triton.next_power_of_2(num_rows)))
 
 
 def run(
@@ -103,7 +105,10 @@ def run(
     assert fits(num_rows, columns, act, tiles), (num_rows, columns, tiles)
     assert inner % (tiles.split * tiles.block_k) == 0, (inner, tiles)
     tile_columns = tiles.block_n // 2 if act else tiles.block_n
-    _skinny_kernel[(triton.cdiv(columns, tile_columns), tiles.split)](
+    block_m = _block_m(num_rows, tiles)
+    _skinny_kernel[
+        (triton.cdiv(columns, tile_columns), tiles.split, triton.cdiv(num_rows, block_m))
+    ](
         *operands,
         workspace.parts,
         workspace.counters,
@@ -111,7 +116,7 @@ def run(
         num_rows,
         N=columns,
         K=inner,
-        BM=_rows_of(num_rows),
+        BM=block_m,
         BN=tiles.block_n,
         BK=tiles.block_k,
         SPLIT=tiles.split,
@@ -218,7 +223,8 @@ def _skinny_kernel(
     valid = (column < N)[:, None]
     w_row = tl.minimum(column, N - 1) + tl.where(row < BO, 0, N)
     w_at = w_row[:, None].to(tl.int64) * K + begin
-    m = tl.arange(0, BM)
+    dm = tl.arange(0, BM)
+    m = tl.program_id(2) * BM + dm
     k = tl.arange(0, BK)
     x_at = m[None, :] * K + begin + k[:, None]
     some = (m < M)[None, :]
@@ -249,14 +255,15 @@ def _skinny_kernel(
             gdc_launch_dependents()
     last = True
     if SPLIT > 1:
-        base_ptr = parts_ptr + tile * SPLIT * (BN + 1) * BM
-        at = row[:, None] * BM + m[None, :]
+        place = tl.program_id(2) * tl.num_programs(0) + tile
+        base_ptr = parts_ptr + place * SPLIT * (BN + 1) * BM
+        at = row[:, None] * BM + dm[None, :]
         part_ptr = base_ptr + part * (BN + 1) * BM
         tl.store(part_ptr + at, acc)
         if NORM:
-            tl.store(part_ptr + BN * BM + m, squares)
+            tl.store(part_ptr + BN * BM + dm, squares)
         tl.debug_barrier()  # all threads' stores come before the release below
-        last = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel") == SPLIT - 1
+        last = tl.atomic_add(counters_ptr + place, 1, sem="acq_rel") == SPLIT - 1
         if last:
             tl.debug_barrier()
             acc = tl.zeros([BN, BM], tl.float32)
@@ -265,8 +272,8 @@ def _skinny_kernel(
                 from_ptr = base_ptr + s * (BN + 1) * BM
                 acc += tl.load(from_ptr + at, cache_modifier=".cg")
                 if NORM:
-                    squares += tl.load(from_ptr + BN * BM + m, cache_modifier=".cg")
-            tl.store(counters_ptr + tile, 0)
+                    squares += tl.load(from_ptr + BN * BM + dm, cache_modifier=".cg")
+            tl.store(counters_ptr + place, 0)
     if last:
         if NORM:
             acc *= tl.rsqrt(squares / K + eps)[None, :]

@@ -183,3 +183,35 @@ def _copy_rows_kernel(source_ptr, lens_ptr, offsets_ptr, out_ptr, width, BLOCK: 
         mask = columns < width
         at = row.to(tl.int64) * width + columns
         tl.store(out_ptr + at, tl.load(source_ptr + at, mask=mask), mask=mask)
+
+
+def clear_padding(out_THD: Tensor, row_lens_R: Tensor) -> None:
+    """Zero the tokens of `out_THD` (contiguous) that belong to no row: those after the rows' sum."""
+    num_tokens, heads, dim = out_THD.shape
+    num_rows, block = row_lens_R.shape[0], 4
+    _clear_padding_kernel[(triton.cdiv(num_tokens, block),)](
+        out_THD,
+        row_lens_R,
+        num_tokens,
+        heads * dim,
+        num_rows,
+        BLOCK=block,
+        WIDTH=triton.next_power_of_2(heads * dim),
+        BLOCK_R=triton.next_power_of_2(num_rows),
+    )
+
+
+@triton.jit
+def _clear_padding_kernel(
+    out_ptr, lens_ptr, num_tokens, width, num_rows,
+    BLOCK: tl.constexpr, WIDTH: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    rows = tl.arange(0, BLOCK_R)
+    used = tl.sum(tl.load(lens_ptr + rows, mask=rows < num_rows, other=0))
+    first = tl.program_id(0) * BLOCK
+    if first + BLOCK > used:
+        token = (first + tl.arange(0, BLOCK))[:, None]
+        i = tl.arange(0, WIDTH)[None, :]
+        mask = (token >= used) & (token < num_tokens) & (i < width)
+        zeros = tl.zeros([BLOCK, WIDTH], out_ptr.dtype.element_ty)
+        tl.store(out_ptr + token.to(tl.int64) * width + i, zeros, mask=mask)
