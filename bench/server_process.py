@@ -33,7 +33,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def running_server(config: str, overrides: Sequence[str] = ()) -> Iterator[str]:
-    """Start a server, wait until it is healthy, give its URL, stop it.
+    """Start a server, wait until it is healthy, give its URL, stop it. Main thread only.
 
     Args:
         config: a YAML file.
@@ -45,12 +45,15 @@ def running_server(config: str, overrides: Sequence[str] = ()) -> Iterator[str]:
     port = free_port()
     words = [word for text in (*overrides, f"server.port={port}") for word in ("--set", text)]
     server = subprocess.Popen([sys.executable, "-m", "engine", "serve", config, *words])
+    # A SIGTERM must not leave the server behind: make it an exception, which the finally sees.
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         url = f"http://127.0.0.1:{port}"
         _wait_until_healthy(url, server)
         yield url
     finally:
         _stop(server)
+        signal.signal(signal.SIGTERM, before)
 
 
 def _wait_until_healthy(url: str, server: subprocess.Popen[bytes]) -> None:
