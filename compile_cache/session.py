@@ -74,6 +74,8 @@ class Session:
         self.work = self._make_work()
         if self.work is not None and found is not None:
             self._restore(self.work)
+        # Which job made a damaged file is not known: all run again, and find what is sound.
+        self._forgotten = frozenset(_jobs(self.manifest.notes) if self.damaged else ())
 
     def __enter__(self) -> Session:
         return self
@@ -103,6 +105,11 @@ class Session:
             return (self.work / BLOBS / _checked(name)).read_bytes()
         return None
 
+    def path(self, name: str) -> Path | None:
+        """Where a blob lies in this process's own folder, for loaders that want a file."""
+        path = None if self.work is None else self.work / BLOBS / _checked(name)
+        return path if path is not None and path.is_file() else None
+
     def put(self, name: str, data: bytes) -> bool:
         """Keep a blob, for good after the next `seal`; False where it could not be written."""
         if self.work is None:
@@ -122,7 +129,7 @@ class Session:
     @property
     def jobs(self) -> dict[str, float]:
         """Finished jobs to the seconds they took: those of the entry and those of this process."""
-        return {**_jobs(self.manifest.notes), **self._jobs}
+        return self._all_jobs(self.manifest)
 
     def finish_job(self, name: str, seconds: float) -> None:
         """Remember that a job is done; kept by the next `seal`."""
@@ -168,8 +175,7 @@ class Session:
         files = {n: r for n, r in stored.files.items() if self._is_sound(n, r)}
         states: dict[str, tuple[int, int]] = {}
         files |= self._new_files(work, files, states)
-        jobs = {**_jobs(stored.notes), **self._jobs}
-        notes = {**stored.notes, **self._notes, "jobs": jobs}
+        notes = {**stored.notes, **self._notes, "jobs": self._all_jobs(stored)}
         changed = replace(stored, files=files, notes=notes)
         write_manifest(self._entry, changed)
         self._seen.update(states)
@@ -177,6 +183,10 @@ class Session:
         self.damaged.clear()
         if exclusive:
             sweep_objects(self._entry, changed)
+
+    def _all_jobs(self, stored: Manifest) -> dict[str, float]:
+        jobs = {n: s for n, s in _jobs(stored.notes).items() if n not in self._forgotten}
+        return {**jobs, **self._jobs}
 
     def _is_sound(self, name: str, record: FileRecord) -> bool:
         if name in self.damaged:  # unless another process has stored it again since

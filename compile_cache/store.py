@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from compile_cache.files import locked, make_folder
+from compile_cache.files import locked
 from compile_cache.fingerprint import Difference, Fingerprint, explain
 from compile_cache.manifest import (
     MANIFEST,
@@ -184,14 +184,6 @@ class Store:
                 continue
             removed.append(entry)
         return removed
-
-    def make_root(self) -> None:
-        """Make the folder.
-
-        Raises:
-            OSError: it cannot be made.
-        """
-        make_folder(self.root)
 
     def _nearest(self, fingerprint: Fingerprint) -> Miss:
         others = [e.manifest for e in self.entries() if e.manifest is not None]

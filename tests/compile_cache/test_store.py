@@ -80,6 +80,9 @@ def test_first_a_miss_then_a_hit(store: Store, warned: Warnings) -> None:
     with store.open(HERE) as session:
         assert session.get("decode/plain") == b"artefact" * 100
         assert session.get("decode/full") is None
+        path = session.path("decode/plain")
+        assert path is not None and path.read_bytes() == b"artefact" * 100
+        assert session.path("decode/full") is None
         assert inductor_file(session, "ab/kernel.so").read_bytes() == b"machine code"
         assert session.jobs == {"decode plain": 3.5}
         assert session.work is not None
@@ -208,6 +211,7 @@ def test_a_damaged_object_is_a_warning_and_a_rebuild(
     with store.open(HERE) as session:
         assert "2 of 2 files" in warned[0] and len(warned) == 1
         assert session.get("decode/plain") is None
+        assert session.jobs == {}  # a job whose files are damaged is not done
         assert not inductor_file(session, "ab/kernel.so").exists()
         if damage == "folder":
             return
@@ -217,6 +221,7 @@ def test_a_damaged_object_is_a_warning_and_a_rebuild(
     assert isinstance(healed, Hit)
     assert not healed.damaged
     assert set(healed.manifest.files) == {"blobs/decode/plain"}
+    assert healed.manifest.notes["jobs"] == {}
 
 
 def test_one_damaged_file_does_not_spoil_the_others(store: Store, warned: Warnings) -> None:
