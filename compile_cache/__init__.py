@@ -6,7 +6,7 @@ are called).
 
 from __future__ import annotations
 
-from compile_cache.aot import AotFunction, compile_or_load
+from compile_cache.aot import AotFunction, compile_or_load, preload
 from compile_cache.archive import export, import_
 from compile_cache.fingerprint import (
     Difference,
@@ -43,6 +43,7 @@ __all__ = [
     "format_size",
     "import_",
     "machine_parts",
+    "preload",
     "run_jobs",
     "settle_vector_isa",
     "source_digest",

@@ -147,6 +147,18 @@ def test_a_blob_that_is_no_function_is_built_again_and_one_that_cannot_be_kept_s
     assert "cannot be kept" in warned[1] and warned[1].endswith("Failed to serialize)")
 
 
+def test_preload_imports_all_of_torch_that_a_load_needs() -> None:
+    code = (
+        "import sys; from compile_cache.aot import _MODULES, preload; preload()\n"
+        "print([name for name in _MODULES if name not in sys.modules])\n"
+        "print('torch._dynamo.backends.inductor' in sys.modules)"  # it starts a pool of compilers
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert result.stdout.splitlines() == ["[]", "False"]
+
+
 def test_a_tensor_that_would_become_a_constant_is_our_bug(tmp_path: Path) -> None:
     params, cache = make_tensors(SHAPE, 8, "cpu")
     args = (params, cache, make_inputs(SHAPE, 8, "cpu"))
