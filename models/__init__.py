@@ -1,1 +1,4 @@
-"""Pure functions that are traced: parameters, KV cache and step inputs in, next tokens out. Never imports engine."""
+"""Pure functions that are traced: parameters, KV cache and step inputs in, next tokens out.
+
+Never imports engine.
+"""

@@ -46,8 +46,9 @@ class Family(NamedTuple):
     Attributes:
         layer_specs: parameters of one layer: (model, dtype, name prefix in the checkpoint, layer
             index).
-        heads: qkv [T, (H + 2K) * D] -> q_THD, k_TKD, v_TKD before the rotary embedding. Fused kernels
-            stand in for it: they split, and apply `q_norm` and `k_norm` where there are such.
+        heads: qkv [T, (H + 2K) * D] -> q_THD, k_TKD, v_TKD before the rotary embedding. Fused
+            kernels stand in for it: they split, and apply `q_norm` and `k_norm` where there are
+                such.
         feed_forward: [T, E] -> [T, E], summed over the ranks.
     """
 

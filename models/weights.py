@@ -72,7 +72,7 @@ def load_params(
 
     def load(_: TreePath, spec: ParamSpec) -> Tensor:
         nonlocal done
-        param = torch.zeros(local_shape(model, tp, spec), dtype=dtype, device=device)
+        param = torch.empty(local_shape(model, tp, spec), dtype=dtype, device=device)
         offset = 0
         for part in spec.parts:
             if progress is not None:
@@ -80,6 +80,8 @@ def load_params(
             slices = part_slices(model, tp, part)
             values = source.read(spec, part, slices)
             into = param.narrow(0, offset, slices[0].size)
+            if values.shape != into.shape:  # the ranks do not divide this axis
+                into.zero_()
             into[tuple(slice(0, size) for size in values.shape)].copy_(values)
             offset += slices[0].size
             done += 1

@@ -88,7 +88,7 @@ def _(
 
 
 class _Row(NamedTuple):
-    """A row: its slot, its tokens [offset, offset + length), the positions [first, end) it reads."""
+    """A row: slot, tokens [offset, offset + length), and the positions [first, end) it reads."""
 
     slot: int
     offset: int
@@ -156,13 +156,10 @@ def _groups(rows: Sequence[_Row], kv_layer: Tensor) -> list[list[_Row]]:
     return groups if len(groups) > 1 else [list(rows)]
 
 
-def _gather(kv_layer: Tensor, pages_N: Tensor) -> Tensor:
-    """Keys and values of the pages, copied: [2, N * page_size, K, D]."""
-    _, _, page_size, num_kv_heads, head_dim = kv_layer.shape
-    key_pages_N = pages_N * 2
-    halves = torch.cat((key_pages_N, key_pages_N + 1))
-    flat = kv_layer.view(-1, page_size * num_kv_heads * head_dim).index_select(0, halves)
-    return flat.view(2, -1, num_kv_heads, head_dim)
+def _gather(kv_layer: Tensor, pages_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values of the pages, copied: [N * page_size, K, D] each."""
+    k, v = kv_layer.unbind(1)  # twice as fast as one gather and a split
+    return k.index_select(0, pages_N).flatten(0, 1), v.index_select(0, pages_N).flatten(0, 1)
 
 
 def _chunk(
@@ -173,11 +170,11 @@ def _chunk(
     num_tokens, _, head_dim = q_THD.shape
     columns = slice(row.first // page_size, -(-row.end // page_size))
     length = row.end - row.first
-    kv_2SKD = _gather(kv_layer, page_table_SP[row.slot, columns])[:, :length]
-    num_kv_heads = kv_2SKD.shape[2]
+    num_kv_heads = kv_layer.shape[3]
     q_KQTD = q_THD.view(num_tokens, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
-    k_KQSD, v_KQSD = kv_2SKD.permute(0, 2, 1, 3)[:, :, None].expand(
-        2, num_kv_heads, q_KQTD.shape[1], length, head_dim
+    k_KQSD, v_KQSD = (
+        x[:length].transpose(0, 1)[:, None].expand(-1, q_KQTD.shape[1], -1, -1)
+        for x in _gather(kv_layer, page_table_SP[row.slot, columns])
     )
     mask_TS = None
     if length != num_tokens or window:
@@ -207,17 +204,18 @@ def _decode(
     """
     num_rows, _, head_dim = q_GHD.shape
     num_kv_heads = kv_layer.shape[3]
-    kv_2GSKD, mask = _padded_kv(kv_layer, page_table_SP, rows, window)
-    k_GKSD, v_GKSD = kv_2GSKD.transpose(2, 3)
+    k_GSKD, v_GSKD, mask = _padded_kv(kv_layer, page_table_SP, rows, window)
     q_GKQD = q_GHD.view(num_rows, num_kv_heads, -1, head_dim)
-    o_GKQD = F.scaled_dot_product_attention(q_GKQD, k_GKSD, v_GKSD, attn_mask=mask, scale=scale)
+    o_GKQD = F.scaled_dot_product_attention(
+        q_GKQD, k_GSKD.transpose(1, 2), v_GSKD.transpose(1, 2), attn_mask=mask, scale=scale
+    )
     return o_GKQD.reshape(q_GHD.shape).contiguous()
 
 
 def _padded_kv(
     kv_layer: Tensor, page_table_SP: Tensor, rows: Sequence[_Row], window: int
-) -> tuple[Tensor, Tensor | None]:
-    """([2, G, S, K, D], bool mask [G, 1, 1, S] of what a row sees or None for all of it)."""
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Keys and values [G, S, K, D], bool mask [G, 1, 1, S] of what a row sees (None: all)."""
     page_size = kv_layer.shape[2]
     device = kv_layer.device
     lengths = [row.end - row.first for row in rows]
@@ -237,28 +235,30 @@ def _padded_kv(
         # Past a row's own pages the table may hold anything: read the dummy page, which is zero.
         pages_each_G = torch.tensor([-(-length // page_size) for length in lengths], device=device)
         pages_GN = pages_GN * (torch.arange(num_pages, device=device) < pages_each_G[:, None])
-    kv_2GSKD = _gather(kv_layer, pages_GN.reshape(-1)).view(
-        2, len(rows), num_pages * page_size, *kv_layer.shape[3:]
-    )
+    shape = (len(rows), num_pages * page_size, *kv_layer.shape[3:])
+    k, v = _gather(kv_layer, pages_GN.reshape(-1))
+    k_GSKD, v_GSKD = k.view(shape), v.view(shape)
     starts = [max(0, length - window) if window else 0 for length in lengths]
     if uniform:
-        return kv_2GSKD[:, :, starts[0] : longest], None
-    _clear_tails(kv_2GSKD, lengths, page_size)
+        return k_GSKD[:, starts[0] : longest], v_GSKD[:, starts[0] : longest], None
+    _clear_tails(k, v, lengths, page_size)
     positions_S = torch.arange(num_pages * page_size, device=device)
     mask_GS = positions_S < torch.tensor(lengths, device=device)[:, None]
     if window:
         mask_GS &= positions_S >= torch.tensor(starts, device=device)[:, None]
-    return kv_2GSKD, mask_GS[:, None, None]
+    return k_GSKD, v_GSKD, mask_GS[:, None, None]
 
 
-def _clear_tails(kv_2GSKD: Tensor, lengths: Sequence[int], page_size: int) -> None:
-    """Zero what lies past each row's end in its last page: an old NaN would survive a mask."""
-    padded = kv_2GSKD.shape[2]
-    tails = [
-        row * padded + position
-        for row, length in enumerate(lengths)
-        for position in range(length, -(-length // page_size) * page_size)
-    ]
+def _clear_tails(k: Tensor, v: Tensor, lengths: Sequence[int], page_size: int) -> None:
+    """Zero what lies past each row's end in its last page: an old NaN would survive a mask.
+
+    k, v: [G * S, K, D], mutated.
+    """
+    padded = len(k) // len(lengths)
+    tails: list[int] = []
+    for row, length in enumerate(lengths):
+        tails += range(row * padded + length, row * padded - (-length // page_size) * page_size)
     if tails:
-        index = torch.tensor(tails, device=kv_2GSKD.device)
-        kv_2GSKD.flatten(1, 2).index_fill_(1, index, 0)
+        index = torch.tensor(tails, device=k.device)
+        k.index_fill_(0, index, 0)
+        v.index_fill_(0, index, 0)

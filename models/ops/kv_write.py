@@ -24,12 +24,15 @@ def kv_write(k_TKD: Tensor, v_TKD: Tensor, kv_layer: Tensor, kv_slots_T: Tensor)
     """
     page_size = kv_layer.shape[2]
     rows_NKD = kv_layer.view(-1, *kv_layer.shape[3:])
-    slots_T = kv_slots_T.to(torch.int64)
+    slots = kv_slots_T.tolist()
+    if -1 in slots:
+        kept = [token for token, slot in enumerate(slots) if slot >= 0]
+        index = torch.tensor(kept, dtype=torch.int64, device=kv_layer.device)
+        k_TKD, v_TKD = k_TKD.index_select(0, index), v_TKD.index_select(0, index)
+        slots = [slots[token] for token in kept]
     # Values of a page follow its keys: page * 2 * page_size + offset.
-    key_rows_T = slots_T + slots_T.div(page_size, rounding_mode="floor") * page_size
-    if int(slots_T.min()) < 0:
-        kept = (slots_T >= 0).nonzero().squeeze(1)
-        key_rows_T, k_TKD, v_TKD = key_rows_T[kept], k_TKD[kept], v_TKD[kept]
+    rows = [slot + slot // page_size * page_size for slot in slots]
+    key_rows_T = torch.tensor(rows, dtype=torch.int64, device=kv_layer.device)
     rows_NKD.index_copy_(0, key_rows_T, k_TKD)
     rows_NKD.index_copy_(0, key_rows_T + page_size, v_TKD)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 from tests.e2e.tiny_models import FAMILIES, VOCAB, hf_config, save_model
@@ -122,6 +123,19 @@ def test_windows(family: str, extra: dict[str, Any], length: int, tmp_path: Path
     harness = Harness(*load(tmp_path))
     for slot, size in enumerate((length, 1, 5)):
         assert_close(by_chunks(harness, slot, ids, size), theirs)
+
+
+def test_ministral(tmp_path: Path) -> None:
+    """Full and sliding layers by turns, as an architecture of its own."""
+    base = hf_config("mistral", layers=3, sliding_window=WINDOW).to_dict()
+    base["layer_types"] = ["full_attention", "sliding_attention", "full_attention"]
+    del base["model_type"]
+    reference = save_model(tmp_path, transformers.MinistralConfig(**base))
+    model, params = load(tmp_path)
+    assert model.architecture == "MinistralForCausalLM"
+    assert model.layer_windows == (0, WINDOW, 0)
+    ids = ids_of(3 * WINDOW, 0)
+    assert_close(Harness(model, params).logits({0: ids})[0], hf_logits(reference, ids))
 
 
 SCALINGS: dict[str, dict[str, Any]] = {
