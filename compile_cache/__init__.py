@@ -18,7 +18,16 @@ from compile_cache.fingerprint import (
     source_digest,
 )
 from compile_cache.session import Session
-from compile_cache.store import CacheError, Entry, Hit, Miss, Store, default_root, format_size
+from compile_cache.store import (
+    CacheError,
+    Entry,
+    Hit,
+    Miss,
+    Store,
+    default_root,
+    format_size,
+    part_table,
+)
 from compile_cache.vector_isa import settle_vector_isa
 from compile_cache.warmup import Job, Report, run_jobs
 
@@ -43,6 +52,7 @@ __all__ = [
     "format_size",
     "import_",
     "machine_parts",
+    "part_table",
     "preload",
     "run_jobs",
     "settle_vector_isa",

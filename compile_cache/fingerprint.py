@@ -104,6 +104,14 @@ _INSTRUCTIONS = re.compile(
 _SOURCE_SUFFIXES = frozenset({".py", ".cu", ".cuh", ".cpp", ".cc", ".h", ".hpp"})
 
 
+def shown(value: Value) -> str:
+    """A value for a person, cut where it is long."""
+    text = (
+        str(value) if value is None or isinstance(value, (bool, int, float)) else json.dumps(value)
+    )
+    return text if len(text) <= 120 else f"{text[:117]}..."
+
+
 @dataclass(frozen=True)
 class Difference:
     """One part that two fingerprints do not share; a part that one lacks is None there."""
@@ -116,8 +124,8 @@ class Difference:
         old, new = self.old, self.new
         if isinstance(old, list) and isinstance(new, list) and len(str(old)) + len(str(new)) > 160:
             gone, added = [v for v in old if v not in new], [v for v in new if v not in old]
-            return f"{self.part}: only there {_show(gone)}, only here {_show(added)}"
-        return f"{self.part}: {_show(old)} there, {_show(new)} here"
+            return f"{self.part}: only there {shown(gone)}, only here {shown(added)}"
+        return f"{self.part}: {shown(old)} there, {shown(new)} here"
 
 
 @dataclass(frozen=True)
@@ -230,8 +238,9 @@ def machine_parts(device: str) -> dict[str, Value]:
     """Versions and hardware. Imports torch; on "cuda" it initialises the CUDA context.
 
     Args:
-        device: "cpu" or "cuda". A CPU's instruction set counts only where kernels are compiled for
-            it (Inductor passes -march=native), the GPU and its driver only where those run them.
+        device: "cpu" or "cuda" (whose parts are None where no GPU is to be seen: a check needs
+            none). A CPU's instruction set counts only where kernels are compiled for it (Inductor
+            passes -march=native), the GPU and its driver only where those run them.
     """
     import torch
 
@@ -244,10 +253,11 @@ def machine_parts(device: str) -> dict[str, Value]:
         "cuda": torch.version.cuda,
     }
     if device == "cuda":
-        properties = torch.cuda.get_device_properties(0)
-        parts["gpu.name"] = properties.name
-        parts["gpu.arch"] = f"sm_{properties.major}{properties.minor}"
-        parts["gpu.multiprocessors"] = properties.multi_processor_count
+        visible = torch.cuda.is_available()
+        gpu = torch.cuda.get_device_properties(0) if visible else None
+        parts["gpu.name"] = gpu.name if gpu else None
+        parts["gpu.arch"] = f"sm_{gpu.major}{gpu.minor}" if gpu else None
+        parts["gpu.multiprocessors"] = gpu.multi_processor_count if gpu else None
         parts["gpu.driver_major"] = driver_major()
     else:
         parts["cpu.capability"] = torch.backends.cpu.get_cpu_capability()
@@ -290,11 +300,6 @@ def _is_scalar(value: object) -> bool:
 def _text(parts: Mapping[str, Value], name: str) -> str:
     # As in the digest: 1, True and 1.0 differ, and so do null and nothing.
     return json.dumps(parts[name]) if name in parts else ""
-
-
-def _show(value: Value) -> str:
-    text = json.dumps(value) if isinstance(value, (list, str)) else str(value)
-    return text if len(text) <= 120 else f"{text[:117]}..."
 
 
 def explain(differences: Sequence[Difference], most: int = 8) -> str:

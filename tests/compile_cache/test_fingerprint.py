@@ -281,6 +281,14 @@ def test_machine_parts_of_this_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [d.part for d in changed] == ["triton", "flashinfer", "env.TORCHINDUCTOR_MAX_AUTOTUNE"]
 
 
+def test_machine_parts_of_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    parts = machine_parts("cuda")
+    assert parts["gpu.name"] is None and parts["gpu.arch"] is None
+    assert not [name for name in parts if name.startswith("cpu.")]
+
+
 def test_the_package_imports_neither_torch_nor_the_engine() -> None:
     code = "import sys, compile_cache; print([m for m in sys.modules if m in ('torch', 'engine')])"
     result = subprocess.run(
