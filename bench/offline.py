@@ -103,8 +103,9 @@ def step_times(llm: LLM, num_ids: int, batches: Sequence[int]) -> list[dict[str,
             step_ms, first_ms = [], []
             for repeat in range(REPEATS):
                 # Other prompts each time: a hit in the prefix cache would shorten the first step.
-                long = fit(uniform(batch, STEP_INPUT, STEP_OUTPUT, 2 * repeat + 1), num_ids)
-                short = fit(uniform(batch, STEP_INPUT, 1, 2 * repeat + 2), num_ids)
+                seed = 1000 * batch + 2 * repeat
+                long = fit(uniform(batch, STEP_INPUT, STEP_OUTPUT, seed), num_ids)
+                short = fit(uniform(batch, STEP_INPUT, 1, seed + 1), num_ids)
                 first = timed(llm, short, 0.0)
                 step_ms.append(1e3 * (timed(llm, long, 0.0) - first) / (STEP_OUTPUT - 1))
                 first_ms.append(1e3 * first)
@@ -117,7 +118,7 @@ def step_times(llm: LLM, num_ids: int, batches: Sequence[int]) -> list[dict[str,
                 "tokens_per_s": 1e3 * batch / step,
             }
 
-        timed(llm, fit(uniform(batch, STEP_INPUT, 16, seed=99), num_ids), 0.0)
+        timed(llm, fit(uniform(batch, STEP_INPUT, 16, 1000 * batch + 999), num_ids), 0.0)
         rows.append(counted(llm, run))
     return rows
 

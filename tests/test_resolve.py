@@ -110,7 +110,8 @@ def test_limits_follow_the_buckets_and_each_other() -> None:
     assert scheduler.max_step_tokens == 600
 
 
-def test_layers_are_the_unit_where_graphs_are_captured_by_hand() -> None:
+def test_layers_are_the_unit_on_a_cpu_and_where_graphs_are_captured_by_hand() -> None:
+    assert resolved(config_with()).compile.unit == "layer"
     manual = config_with(compile={"cudagraphs": "manual"})
     assert resolved(manual, cuda=True).compile.unit == "layer"
     assert resolved(config_with(), cuda=True).compile.unit == "step"
