@@ -67,7 +67,7 @@ def _join(parts: Sequence[Delta]) -> Delta:
 
 def _choice(job: Job, index: int, delta: Delta, tokenizer: Tokenizer) -> dict[str, Any]:
     logprobs: dict[str, Any] | None = None
-    if job.logprobs is not None:
+    if job.params.logprobs is not None:
         shape = chat_logprobs if job.kind == "chat" else completion_logprobs
         logprobs = shape(delta, tokenizer)
     choice: dict[str, Any] = {"index": index}
@@ -79,5 +79,5 @@ def _choice(job: Job, index: int, delta: Delta, tokenizer: Tokenizer) -> dict[st
     choice["finish_reason"] = delta.finish_reason
     if job.return_token_ids:
         choice["token_ids"] = delta.token_ids
-        choice["prompt_token_ids"] = job.prompts[index // job.n].token_ids
+        choice["prompt_token_ids"] = job.prompts[index // job.params.n].token_ids
     return choice

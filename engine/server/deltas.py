@@ -53,15 +53,15 @@ class ChoiceText:
     def __init__(self, tokenizer: Tokenizer, job: Job, index: int) -> None:
         self._tokenizer = tokenizer
         self._job = job
-        self._prompt = job.prompts[index // job.n]
+        self._prompt = job.prompts[index // job.params.n]
         self._echo_due = job.echo
         self._offset = 0  # of the generated text's first character
         self._detokenizer = Detokenizer(
             tokenizer,
-            job.stop,
-            skip_special_tokens=job.skip_special_tokens,
+            job.params.stop,
+            skip_special_tokens=job.params.skip_special_tokens,
             prompt_ids=self._prompt.token_ids if job.kind == "completion" else (),
-            min_tokens=job.min_tokens,
+            min_tokens=job.params.min_tokens,
         )
         self.num_tokens = 0
 
@@ -84,12 +84,12 @@ class ChoiceText:
             delta.text += self._detokenizer.finish()
             if stopped_by_id:
                 delta.token_ids.append(ids[-1])
-                if self._job.logprobs is not None:
+                if self._job.params.logprobs is not None:
                     delta.offsets.append(self._offset + self._detokenizer.num_characters)
         if self._detokenizer.stopped is not None:
             delta.finish_reason = FINISH_STOP
         self.num_tokens += len(delta.token_ids)
-        if self._job.logprobs is not None:
+        if self._job.params.logprobs is not None:
             delta.logprob_ids = list(delta.token_ids)
             delta.logprobs = list(logprobs[: len(delta.token_ids)])
         if self._echo_due:
@@ -99,7 +99,7 @@ class ChoiceText:
 
     def _take(self, ids: list[int]) -> Delta:
         detokenizer, before = self._detokenizer, self._detokenizer.num_tokens
-        if self._job.logprobs is None:
+        if self._job.params.logprobs is None:
             text = detokenizer.add(ids)
             return Delta(text, ids[: detokenizer.num_tokens - before])
         pieces, offsets = [], []
@@ -117,7 +117,7 @@ class ChoiceText:
         text, offsets = self._prompt_text(prompt)
         delta.text = text + delta.text
         self._offset = len(text)
-        if self._job.logprobs is None:
+        if self._job.params.logprobs is None:
             return
         assert len(prompt_logprobs) == len(prompt.token_ids) - 1, "prompt logprobs are missing"
         delta.logprob_ids = prompt.token_ids + delta.logprob_ids
@@ -127,7 +127,7 @@ class ChoiceText:
     def _prompt_text(self, prompt: Prompt) -> tuple[str, list[int]]:
         """The prompt's text, and where in it each of its tokens begins."""
         detokenizer = Detokenizer(
-            self._tokenizer, skip_special_tokens=self._job.skip_special_tokens
+            self._tokenizer, skip_special_tokens=self._job.params.skip_special_tokens
         )
         pieces, offsets = [], []
         for token_id in prompt.token_ids:

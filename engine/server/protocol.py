@@ -1,6 +1,7 @@
 """Bodies of requests to EngineRequests: every 4xx is decided here, before anything is sent.
 
-    bytes -> JSON -> schema.py -> limits -> token ids -> Job
+    bytes -> JSON -> schema.py (names, types) -> SamplingParams -> engine/admission.py (numbers)
+          -> token ids -> Job
 
 Pure functions of a body and a Context, so that a long prompt can be prepared in a thread. Knows
 nothing of HTTP or of the engine's state.
@@ -9,34 +10,64 @@ nothing of HTTP or of the engine's state.
 from __future__ import annotations
 
 import json
-import random
 import re
-from collections.abc import Callable, Mapping, Sequence
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
+import msgspec
 from pydantic import ValidationError
 
+from engine.admission import RequestLimits, build_requests, check_params
 from engine.config import EngineConfig
 from engine.errors import InvalidRequest, NotFound
-from engine.request import EngineRequest
+from engine.request import EngineRequest, Ready, SamplingParams
 from engine.server.errors import from_validation
-from engine.server.limits import (
-    Context,
-    check_logprobs,
-    logit_bias,
-    room,
-    stop_ids,
-    stop_strings,
-)
 from engine.server.messages import template_messages, template_tools
 from engine.server.prompts import Prompt, completion_prompts
-from engine.server.schema import Body, ChatBody, CompletionBody, SamplingBody, refuse_unsupported
+from engine.server.schema import (
+    Body,
+    ChatBody,
+    CompletionBody,
+    SamplingBody,
+    TokenizeBody,
+    refuse_unsupported,
+)
 from engine.tokenizer import Tokenizer
 
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's, of /v1/completions
-_GREEDY_BELOW = 1e-5
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_SEEDS = 2**64
+
+
+@dataclass(frozen=True, eq=False)
+class Context:
+    """What a request is judged by.
+
+    Attributes:
+        config: limits of the configuration.
+        ready: limits of the engine.
+        tokenizer: of the model.
+    """
+
+    config: EngineConfig
+    ready: Ready
+    tokenizer: Tokenizer
+
+    @property
+    def limits(self) -> RequestLimits:
+        """For engine/admission.py."""
+        return RequestLimits(
+            max_model_len=self.ready.max_model_len,
+            vocab_size=self.ready.vocab_size,
+            kv_tokens=self.ready.num_pages * self.ready.page_size,
+            max_n=self.config.server.max_n,
+            max_logprobs=self.config.sampling.max_logprobs,
+            max_logit_bias=self.config.sampling.max_logit_bias,
+            max_stop_ids=self.config.sampling.max_stop_ids,
+        )
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -48,9 +79,7 @@ class Job:
         requests: one per choice, in the order of their index (prompt * n + choice); none when the
             answer is the prompt alone.
         prompts: as many as were given.
-        stop: strings that end a text.
-        min_tokens: stop strings count only after this many.
-        logprobs: alternatives per token to report; None: none, and no logprobs either.
+        params: the same for all of them.
         return_token_ids: put token ids into the answer.
     """
 
@@ -58,19 +87,15 @@ class Job:
     model: str
     requests: list[EngineRequest]
     prompts: list[Prompt]
-    n: int
-    stop: tuple[str, ...]
-    min_tokens: int
-    skip_special_tokens: bool
+    params: SamplingParams
     stream: bool
     include_usage: bool
     echo: bool
-    logprobs: int | None
     return_token_ids: bool
 
     @property
     def num_choices(self) -> int:
-        return len(self.prompts) * self.n
+        return len(self.prompts) * self.params.n
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -106,7 +131,7 @@ B = TypeVar("B", bound=Body)
 
 
 def parse_body(cls: type[B], data: Mapping[str, Any]) -> B:
-    """Check names, types and ranges.
+    """Check names and types.
 
     Raises:
         InvalidRequest: names the field, and the value it got.
@@ -142,31 +167,29 @@ def completion_job(body: bytes, context: Context) -> Job:
     request = parse_body(CompletionBody, data)
     model = check_model(request.model, context.config)
     refuse_unsupported(data)
-    if request.best_of not in (None, request.n or 1):
+    if request.best_of not in (None, 1 if request.n is None else request.n):
         raise InvalidRequest("best_of is not supported other than equal to n", param="best_of")
     echo, logprobs = bool(request.echo), request.logprobs
-    check_logprobs(logprobs, context, "logprobs")
     max_tokens = _DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
-    if max_tokens == 0 and not echo:
-        raise InvalidRequest("max_tokens: 0 is allowed only with echo", param="max_tokens")
-    common = _common(request, context)
+    prompt_alone = echo and max_tokens == 0 and logprobs is None
+    scored = 0 if prompt_alone else logprobs  # of the prompt; 0 also lets max_tokens be 0
+    params = _sampling_params(request, context, max_tokens, logprobs, scored if echo else None)
+    check_params(params, context.limits)
     prompts = completion_prompts(
         request.prompt,
         context.tokenizer,
         max_prompts=context.config.server.max_prompts,
-        vocab_size=context.ready.vocab_size,
         add_special_tokens=request.add_special_tokens is not False,
     )
-    scored = logprobs if echo else None
-    engine = _engine_requests(request, context, prompts, max_tokens, logprobs, scored)
+    requests = _engine_requests(prompts, params, context)
     return Job(
         kind="completion",
         model=model,
-        requests=[] if max_tokens == 0 and scored is None else engine,
+        requests=[] if prompt_alone else requests,
         prompts=prompts,
+        params=params,
         echo=echo,
-        logprobs=logprobs,
-        **common,
+        **_answer_options(request),
     )
 
 
@@ -183,50 +206,59 @@ def chat_job(body: bytes, context: Context) -> Job:
     if request.top_logprobs and not request.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs = true", param="top_logprobs")
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
-    check_logprobs(logprobs, context, "top_logprobs")
-    name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
-    max_tokens = getattr(request, name)
-    if max_tokens == 0:
-        raise InvalidRequest(f"{name}: at least 1 is needed", param=name)
-    common = _common(request, context)
-    prompts = [Prompt(None, chat_prompt(request, context.tokenizer))]
-    requests = _engine_requests(request, context, prompts, max_tokens, logprobs, None)
+    limit = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
+    with _named(prompt="messages", logprobs="top_logprobs", max_tokens=limit):
+        params = _sampling_params(request, context, getattr(request, limit), logprobs, None)
+        check_params(params, context.limits)
+        prompts = [Prompt(None, chat_prompt(request, context.tokenizer))]
+        requests = _engine_requests(prompts, params, context)
     return Job(
         kind="chat",
         model=model,
         requests=requests,
         prompts=prompts,
+        params=params,
         echo=False,
-        logprobs=logprobs,
-        **common,
+        **_answer_options(request),
     )
 
 
-def chat_prompt(request: Any, tokenizer: Tokenizer) -> list[int]:
-    """Token ids of the messages of a ChatBody or TokenizeBody.
+@contextmanager
+def _named(**names: str) -> Iterator[None]:
+    """Errors name the chat's fields, not those of the completion that it becomes."""
+    try:
+        yield
+    except InvalidRequest as error:
+        param = names.get(error.param or "", error.param)
+        if param == error.param:
+            raise
+        message = error.message.replace(f"{error.param}:", f"{param}:", 1)
+        raise InvalidRequest(message, param=param, code=error.code) from None
+
+
+def chat_prompt(request: ChatBody | TokenizeBody, tokenizer: Tokenizer) -> list[int]:
+    """Token ids of the messages of a request.
 
     Raises:
         InvalidRequest: a message or tool that is wrong, or that the model's template refuses.
     """
     template = tokenizer.chat_template
     messages = template_messages(
-        request.messages, template.knows_role if template is not None else lambda role: True
+        request.messages or (), template.knows_role if template is not None else lambda role: True
     )
-    choice = getattr(request, "tool_choice", None) or getattr(request, "function_call", None)
+    functions, choice = None, None
+    if isinstance(request, ChatBody):
+        functions, choice = request.functions, request.tool_choice or request.function_call
     return tokenizer.encode_chat(
         messages,
-        tools=template_tools(request.tools, getattr(request, "functions", None), choice),
+        tools=template_tools(request.tools, functions, choice),
         add_generation_prompt=request.add_generation_prompt is not False,
         continue_final_message=bool(request.continue_final_message),
         variables=request.chat_template_kwargs,
     )
 
 
-def _common(request: SamplingBody, context: Context) -> dict[str, Any]:
-    """The parts of a Job that both shapes have, their limits checked before any memory is taken."""
-    server, n = context.config.server, request.n or 1
-    if n > server.max_n:
-        raise InvalidRequest(f"n: got {n}, allowed: at most {server.max_n}", param="n")
+def _answer_options(request: SamplingBody) -> dict[str, bool]:
     if request.stream_options is not None and not request.stream:
         raise InvalidRequest("stream_options needs stream = true", param="stream_options")
     include_usage = (request.stream_options or {}).get("include_usage")
@@ -236,79 +268,101 @@ def _common(request: SamplingBody, context: Context) -> dict[str, Any]:
             param="stream_options.include_usage",
         )
     return {
-        "n": n,
-        "stop": stop_strings(request.stop, server.max_stop, server.max_stop_length),
-        "min_tokens": request.min_tokens or 0,
-        "skip_special_tokens": request.skip_special_tokens is not False,
         "stream": bool(request.stream),
         "include_usage": bool(include_usage),
         "return_token_ids": bool(request.return_token_ids),
     }
 
 
-def _default(request: SamplingBody, name: str, context: Context, otherwise: float) -> Any:
-    """The request's value, or the model authors' recommendation, or OpenAI's default."""
-    value = getattr(request, name)
-    return context.tokenizer.sampling_defaults.get(name, otherwise) if value is None else value
+def _stop_strings(stop: object, most: int, longest: int) -> tuple[str, ...]:
+    strings = [] if stop is None else [stop] if isinstance(stop, str) else stop
+    if not isinstance(strings, list):
+        raise InvalidRequest("stop: a text or a list of texts is expected", param="stop")
+    if len(strings) > most:
+        raise InvalidRequest(
+            f"stop: got {len(strings)} strings, allowed: at most {most}", param="stop"
+        )
+    for string in strings:
+        if not isinstance(string, str) or not string:
+            raise InvalidRequest("stop: each string must be a non-empty text", param="stop")
+        if len(string) > longest:
+            raise InvalidRequest(
+                f"stop: got {len(string)} characters, allowed: at most {longest}", param="stop"
+            )
+    return tuple(dict.fromkeys(strings))
 
 
-def _engine_requests(
+def _logit_bias(bias: Mapping[str, float] | None, most: int) -> dict[int, float] | None:
+    """The field with ids for keys; which ids and values are allowed is admission's business."""
+    if bias is not None and len(bias) > most:
+        raise InvalidRequest(
+            f"logit_bias: got {len(bias)} entries, allowed: at most {most}", param="logit_bias"
+        )
+    for key in bias or ():
+        if not re.fullmatch("[0-9]{1,12}", key):
+            raise InvalidRequest(f"logit_bias: {key[:20]!r} is no token id", param="logit_bias")
+    return {int(key): value for key, value in bias.items()} if bias else None
+
+
+def _sampling_params(
     request: SamplingBody,
     context: Context,
-    prompts: Sequence[Prompt],
     max_tokens: int | None,
     logprobs: int | None,
     prompt_logprobs: int | None,
-) -> list[EngineRequest]:
-    """One per choice, every default resolved; seeds differ by the choice's index."""
-    least = 0 if max_tokens == 0 else 1
-    param = "messages" if isinstance(request, ChatBody) else "prompt"
-    rooms = [room(prompt, context, least, param) for prompt in prompts]
-    most = [left if max_tokens is None else min(left, max_tokens) for left in rooms]
+) -> SamplingParams:
+    """Fields that were not given take the model authors' values, or else OpenAI's."""
+    config, tokenizer = context.config, context.tokenizer
     min_tokens = request.min_tokens or 0
-    if min_tokens > max(most):
+    if max_tokens is not None and min_tokens > max(max_tokens, 0):
         raise InvalidRequest(
-            f"min_tokens: got {min_tokens}, allowed: at most max_tokens, here {max(most)}",
+            f"min_tokens: got {min_tokens}, allowed: at most max_tokens, which is {max_tokens}",
             param="min_tokens",
         )
-    build = _request_builder(request, context, logprobs, prompt_logprobs)
-    n = request.n or 1
-    return [
-        build(prompt.token_ids, most[p], p * n + choice)
-        for p, prompt in enumerate(prompts)
-        for choice in range(n)
-    ]
-
-
-def _request_builder(
-    request: SamplingBody, context: Context, logprobs: int | None, prompt_logprobs: int | None
-) -> Callable[[list[int], int, int], EngineRequest]:
-    temperature = _default(request, "temperature", context, 1.0)
-    top_k = int(_default(request, "top_k", context, 0))
-    shared: dict[str, Any] = {
-        "stop_ids": stop_ids(request, context),
-        "temperature": temperature if temperature >= _GREEDY_BELOW else 0.0,
-        "top_p": _default(request, "top_p", context, 1.0),
-        "top_k": top_k if 0 < top_k < context.ready.vocab_size else 0,
-        "min_p": _default(request, "min_p", context, 0.0),
-        "frequency_penalty": request.frequency_penalty or 0.0,
-        "presence_penalty": request.presence_penalty or 0.0,
-        "repetition_penalty": _default(request, "repetition_penalty", context, 1.0),
-        "logit_bias": logit_bias(request.logit_bias, context),
-        "min_tokens": request.min_tokens or 0,
-        "logprobs": -1 if logprobs is None else logprobs,
-        "prompt_logprobs": -1 if prompt_logprobs is None else prompt_logprobs,
-        "priority": request.priority or 0,
+    given = {
+        "n": request.n,
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "top_k": request.top_k,
+        "min_p": request.min_p,
+        "frequency_penalty": request.frequency_penalty,
+        "presence_penalty": request.presence_penalty,
+        "repetition_penalty": request.repetition_penalty,
+        "priority": request.priority,
     }
-    seed = random.getrandbits(64) if request.seed is None else request.seed
+    known = {name: value for name, value in given.items() if value is not None}
+    params = SamplingParams(
+        **{**tokenizer.sampling_defaults, **known},  # type: ignore[arg-type]
+        max_tokens=max_tokens,
+        seed=secrets.randbelow(_SEEDS) if request.seed is None else request.seed,
+        logit_bias=_logit_bias(request.logit_bias, config.sampling.max_logit_bias),
+        min_tokens=min_tokens,
+        stop=_stop_strings(request.stop, config.server.max_stop, config.server.max_stop_length),
+        stop_token_ids=tuple(request.stop_token_ids or ()),
+        ignore_eos=bool(request.ignore_eos),
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        skip_special_tokens=request.skip_special_tokens is not False,
+    )
+    if params.top_k >= context.ready.vocab_size:
+        return msgspec.structs.replace(params, top_k=0)  # all of the vocabulary
+    return params
 
-    def build(prompt_ids: list[int], max_tokens: int, index: int) -> EngineRequest:
-        return EngineRequest(
-            request_id=0,  # the client numbers them
-            prompt_ids=prompt_ids,
-            max_tokens=max_tokens,
-            seed=(seed + index) % 2**64,
-            **shared,
-        )
 
-    return build
+def _no_id() -> int:
+    return 0  # the client numbers them
+
+
+def _engine_requests(
+    prompts: Sequence[Prompt], params: SamplingParams, context: Context
+) -> list[EngineRequest]:
+    """One per choice; their seeds differ by the choice's index, prompt * n + choice."""
+    vocab_size, limits = context.ready.vocab_size, context.limits
+    eos_ids = [token_id for token_id in context.tokenizer.eos_ids if token_id < vocab_size]
+    assert params.seed is not None
+    requests = []
+    for index, prompt in enumerate(prompts):
+        seed = (params.seed + index * params.n) % _SEEDS
+        own = msgspec.structs.replace(params, seed=seed)
+        requests += build_requests(prompt.token_ids, own, limits, eos_ids, _no_id)
+    return requests

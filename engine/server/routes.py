@@ -16,8 +16,8 @@ from engine.errors import InvalidRequest, NotFound
 from engine.metrics import CONTENT_TYPE
 from engine.server.answer import whole_answer
 from engine.server.http import read_body
-from engine.server.limits import Context
 from engine.server.protocol import (
+    Context,
     Job,
     chat_job,
     chat_prompt,

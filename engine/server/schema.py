@@ -1,4 +1,4 @@
-"""The bodies of requests: names, types and ranges that do not depend on the model or the limits.
+"""The bodies of requests: names and types. What numbers are allowed, engine/admission.py says.
 
 Strict types: "5" is no integer, 1.5 neither, true is no number, NaN no temperature. Unknown fields
 are ignored, as OpenAI-compatible servers do, except those that would change the answer in a way we
@@ -14,9 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from engine.errors import InvalidRequest
 
-_INT64 = 2**63
-Penalty = Annotated[float, Field(ge=-2, le=2)]
-Count = Annotated[int, Field(ge=0)]
+_INT64 = 2**63  # what a message to the engine can hold
 
 
 class Body(BaseModel):
@@ -29,23 +27,23 @@ class SamplingBody(Body):
     """What both ways of asking for text share. Fields below `priority` are vLLM's additions."""
 
     model: str | None = None
-    n: Annotated[int, Field(ge=1)] | None = None
-    max_tokens: Count | None = None
-    temperature: Annotated[float, Field(ge=0, le=1e6)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    frequency_penalty: Penalty | None = None
-    presence_penalty: Penalty | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    seed: Annotated[int, Field(ge=-_INT64, lt=2 * _INT64)] | None = None
+    seed: int | None = None
     stop: Any = None
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
     user: str | None = None
     priority: Annotated[int, Field(ge=-_INT64, lt=_INT64)] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
-    min_tokens: Count | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
@@ -58,17 +56,17 @@ class CompletionBody(SamplingBody):
 
     prompt: Any
     echo: bool | None = None
-    logprobs: Count | None = None
-    best_of: Count | None = None
+    logprobs: int | None = None
+    best_of: int | None = None
 
 
 class ChatBody(SamplingBody):
     """/v1/chat/completions."""
 
     messages: list[dict[str, Any]]
-    max_completion_tokens: Count | None = None
+    max_completion_tokens: int | None = None
     logprobs: bool | None = None
-    top_logprobs: Count | None = None
+    top_logprobs: int | None = None
     tools: list[dict[str, Any]] | None = None
     functions: list[dict[str, Any]] | None = None
     tool_choice: Any = None

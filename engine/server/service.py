@@ -17,7 +17,7 @@ from engine.engine_client import EngineClient, State
 from engine.errors import EngineDead, FullgraphError, Unavailable
 from engine.metrics import Metrics
 from engine.request import Ready, Stats
-from engine.server.limits import Context
+from engine.server.protocol import Context
 from engine.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)

@@ -79,7 +79,7 @@ class CompletionFrames(_Frames):
 
     def delta(self, index: int, delta: Delta) -> bytes:
         logprobs = b',"logprobs":null'
-        if self._job.logprobs is not None:
+        if self._job.params.logprobs is not None:
             logprobs = b',"logprobs":' + _encode(completion_logprobs(delta, self._tokenizer))
         text = _encode(delta.text)
         return b'%s%d,"text":%s%s' % (
@@ -99,7 +99,7 @@ class ChatFrames(_Frames):
 
     def delta(self, index: int, delta: Delta) -> bytes:
         logprobs = b',"logprobs":null'
-        if self._job.logprobs is not None:
+        if self._job.params.logprobs is not None:
             logprobs = b',"logprobs":' + _encode(chat_logprobs(delta, self._tokenizer))
         content = b'{"content":%s}' % _encode(delta.text) if delta.text else b"{}"
         frame = b'%s%d,"delta":%s%s' % (

@@ -49,11 +49,11 @@ async def prompt_over_kv_pool(t: Target) -> None:
     assert pool < t.max_model_len
     words = [str(pool + 1), str(pool)]
     await t.refused({"prompt": [5] * (pool + 1), "stream": True}, param="prompt", words=words)
-    answer = await t.complete(prompt=[5] * pool, max_tokens=9, ignore_eos=True)
+    answer = await t.complete(prompt=[5] * (pool - 1), max_tokens=9, ignore_eos=True)
     assert answer.reasons == ["length"]
     answer = await t.complete(prompt=[5] * 4, max_tokens=10**6, ignore_eos=True)
     assert answer.reasons == ["length"]
-    assert pool <= answer.usage.total_tokens <= pool + 1
+    assert answer.usage.total_tokens == pool
 
 
 @case("max-tokens")
@@ -78,7 +78,7 @@ async def token_ids(t: Target) -> None:
 
 @case("stop-token-ids")
 async def stop_token_ids(t: Target) -> None:
-    values: list[object] = [[999999], [-1], ["5"], [1.5], 5, [5] * 10**5]
+    values: list[object] = [[999999], [-1], ["5"], [1.5], 5, list(range(100))]
     await t.fields_refused("stop_token_ids", values)
     ids = (await t.complete(temperature=0, max_tokens=12, ignore_eos=True)).token_ids[0]
     first = ids.index(ids[5])

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from engine.errors import InvalidRequest, NotFound, RequestError
 from engine.request import EngineRequest, Ready
-from engine.server.limits import Context
 from engine.server.messages import template_messages, template_tools
-from engine.server.protocol import Job, chat_job, completion_job
+from engine.server.protocol import Context, Job, chat_job, completion_job
 from engine.tokenizer import Tokenizer
 from tests.server.fake_engine import VOCAB_SIZE
 from tests.server.servers import config_of
@@ -52,9 +51,8 @@ def test_defaults_are_openais() -> None:
     assert (request.logprobs, request.prompt_logprobs, request.priority) == (-1, -1, 0)
     assert request.stop_ids == [EOS] and request.logit_bias == {}
     job = completion()
-    assert (job.n, job.stream, job.echo, job.logprobs, job.skip_special_tokens) == (
-        1, False, False, None, True,
-    )  # fmt: skip
+    assert not job.stream and not job.echo
+    assert job.params.n == 1 and job.params.logprobs is None and job.params.skip_special_tokens
 
 
 def test_chat_generates_to_the_contexts_end() -> None:
@@ -74,7 +72,7 @@ def test_null_is_the_same_as_leaving_out() -> None:
         "ignore_eos", "skip_special_tokens", "priority", "response_format", "model",
     ]  # fmt: skip
     job = completion(**dict.fromkeys(fields))
-    assert only(job).max_tokens == 16 and job.n == 1
+    assert only(job).max_tokens == 16 and job.params.n == 1
 
 
 def test_the_authors_sampling_defaults_are_taken_and_overridden() -> None:
@@ -126,12 +124,12 @@ def test_max_tokens_is_clamped_to_the_context(body: dict[str, Any], max_tokens: 
 def test_a_small_pool_clamps_and_refuses() -> None:
     ready = Ready(max_model_len=64, vocab_size=VOCAB_SIZE, num_pages=5, page_size=4, max_running=8)
     small = Context(config_of(), ready, TOKENIZER)
-    assert only(completion(small, prompt=[5] * 10, max_tokens=50)).max_tokens == 11
-    assert only(completion(small, prompt=[5] * 20, max_tokens=50)).max_tokens == 1
-    with pytest.raises(InvalidRequest, match=r"21 tokens.*20 tokens.*5 pages of 4"):
-        completion(small, prompt=[5] * 21)
+    assert only(completion(small, prompt=[5] * 10, max_tokens=50)).max_tokens == 10
+    assert only(completion(small, prompt=[5] * 19, max_tokens=50)).max_tokens == 1
+    with pytest.raises(InvalidRequest, match=r"20 tokens.*KV cache holds 20 tokens"):
+        completion(small, prompt=[5] * 20)
     with pytest.raises(InvalidRequest, match=r"65 tokens.*64"):
-        completion(small, prompt=[5] * 65)
+        completion(prompt=[5] * 65)
 
 
 def test_echo_and_scores() -> None:
@@ -141,7 +139,7 @@ def test_echo_and_scores() -> None:
     both = only(completion(echo=True, logprobs=0, max_tokens=3))
     assert (both.logprobs, both.prompt_logprobs) == (0, 0)
     assert only(completion(logprobs=3)).prompt_logprobs == -1
-    with pytest.raises(InvalidRequest, match="only with echo"):
+    with pytest.raises(InvalidRequest, match="max_tokens: got 0"):
         completion(max_tokens=0, logprobs=1)
 
 
@@ -165,20 +163,20 @@ def test_stop_ids_are_the_models_and_the_requests() -> None:
     assert only(completion(context(several), stop_token_ids=[9, 7])).stop_ids == [1, 7, 9]
     assert only(completion(context(several), ignore_eos=True)).stop_ids == []
     small = context(several, **{"sampling.max_stop_ids": 3})
-    with pytest.raises(InvalidRequest, match="4 ids, allowed: at most 3"):
+    with pytest.raises(InvalidRequest, match="got 4, allowed: at most 3"):
         completion(small, stop_token_ids=[9, 10])
-    with pytest.raises(InvalidRequest, match="got 4 ids, allowed: at most 3"):
-        completion(small, stop_token_ids=[9, 9, 9, 9])
+    with pytest.raises(InvalidRequest, match="got 4, allowed: at most 3"):
+        completion(small, stop_token_ids=[9, 10, 11, 12], ignore_eos=True)
 
 
 @pytest.mark.parametrize(
     ("changes", "body", "words"),
     [
-        ({"server.max_n": 2}, {"n": 3}, "n: got 3, allowed: at most 2"),
+        ({"server.max_n": 2}, {"n": 3}, "n: got 3, allowed: from 1 to 2"),
         ({"server.max_prompts": 2}, {"prompt": ["a"] * 3}, "3 prompts, allowed: at most 2"),
         ({"server.max_stop": 2}, {"stop": ["a", "b", "c"]}, "3 strings, allowed: at most 2"),
         ({"server.max_stop_length": 2}, {"stop": "abc"}, "3 characters, allowed: at most 2"),
-        ({"sampling.max_logprobs": 2}, {"logprobs": 3}, "got 3, allowed: at most 2"),
+        ({"sampling.max_logprobs": 2}, {"logprobs": 3}, "got 3, allowed: from 0 to 2"),
         (
             {"sampling.max_logit_bias": 1},
             {"logit_bias": {"1": 1, "2": 2}},
@@ -228,7 +226,7 @@ def test_what_means_nothing_here_is_ignored() -> None:
     }
     chat(**extras, response_format={"type": "text"}, tool_choice="auto", user="me", new_field=1)
     completion(best_of=1, response_format={"type": "text"}, suffix=None, use_beam_search=False)
-    assert completion(n=2, best_of=2).n == 2
+    assert completion(n=2, best_of=2).params.n == 2
 
 
 def test_the_model_is_checked_before_anything_else_of_the_request() -> None:
