@@ -6,43 +6,11 @@ compute is an error that names it, never ignored. Knows nothing of weights, devi
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from models.errors import UnsupportedModel
-
-HF = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class RopeConfig:
-    """Rotary position embedding, every optional value resolved.
-
-    Attributes:
-        type: default | linear | dynamic | llama3 | yarn | factors.
-        theta: base of the geometric series of wavelengths.
-        factor: by how much the context was stretched (linear, llama3, yarn).
-        original_max_position: the length of pre-training (llama3, yarn).
-        attention_factor: multiplies cos and sin (yarn).
-        low_freq_factor / high_freq_factor: llama3's band of wavelengths.
-        beta_fast / beta_slow / truncate: yarn's band of rotations, and whether it is rounded to
-            whole dims.
-        freq_factors: [head_dim / 2] divisors of the frequencies (type factors, from a GGUF file).
-    """
-
-    type: str = "default"
-    theta: float = 10000.0
-    factor: float = 1.0
-    original_max_position: int = 0
-    attention_factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
-    freq_factors: tuple[float, ...] = ()
+from models.rope_config import HF, RopeConfig, read_rope
 
 
 @dataclass(frozen=True)
@@ -57,6 +25,10 @@ class ModelConfig:
         layer_windows: per layer, how many tokens (its own included) a token sees; 0 is all before
             it.
         qkv_bias / o_bias / mlp_bias / qk_norm: which optional parameters there are.
+        num_experts: of a mixture-of-experts layer; 0 in a dense model.
+        num_experts_per_token / expert_ffn_size: how many a token goes to, and their width.
+        normalise_experts: the chosen experts' weights sum to one.
+        moe_layers: per layer, whether it has experts; empty in a dense model.
         dtype: of the checkpoint, a torch dtype's name.
         eos_ids: end-of-sequence ids of config.json; empty if it gives none.
     """
@@ -78,6 +50,11 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    num_experts: int = 0
+    num_experts_per_token: int = 0
+    expert_ffn_size: int = 0
+    normalise_experts: bool = False
+    moe_layers: tuple[bool, ...] = ()
     dtype: str = "float32"
     eos_ids: tuple[int, ...] = ()
 
@@ -108,7 +85,7 @@ class ModelConfig:
             )
         if head_dim % 2:
             raise UnsupportedModel(f"head_dim {head_dim} is odd; rotary embedding needs pairs")
-        rope = _rope(hf)
+        rope = read_rope(hf, _positive(hf, "max_position_embeddings"))
         return cls(
             architecture=architecture,
             vocab_size=_positive(hf, "vocab_size"),
@@ -127,6 +104,7 @@ class ModelConfig:
             o_bias=bool(hf.get("attention_bias", False)) and not dialect.qkv_bias,
             mlp_bias=bool(hf.get("mlp_bias", False)),
             qk_norm=dialect.qk_norm,
+            **_experts(hf, dialect, num_layers),
             dtype=str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch."),
             eos_ids=_ids(hf.get("eos_token_id")),
         )
@@ -147,6 +125,7 @@ class _Dialect(NamedTuple):
     window_rule: str = "none"
     qkv_bias: bool = False
     qk_norm: bool = False
+    moe: bool = False
     options: frozenset[str] = frozenset()
 
 
@@ -175,6 +154,34 @@ _DIALECTS: dict[str, _Dialect] = {
     ),
     "MinistralForCausalLM": _Dialect(
         "ministral", {"num_key_value_heads": 8, "sliding_window": 4096}, window_rule="always"
+    ),
+    "Qwen3MoeForCausalLM": _Dialect(
+        "qwen3_moe",
+        {
+            "num_key_value_heads": 4,
+            "sliding_window": 4096,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+            "decoder_sparse_step": 1,
+            "norm_topk_prob": False,
+        },
+        window_rule="opt_in",
+        qk_norm=True,
+        moe=True,
+        options=frozenset({"attention_bias"}),
+    ),
+    "MixtralForCausalLM": _Dialect(
+        "mixtral",
+        {
+            "num_key_value_heads": 8,
+            "sliding_window": None,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+        },
+        window_rule="always",
+        moe=True,
     ),
 }
 # A null in config.json means something else than the class default for these.
@@ -246,7 +253,8 @@ def _windows(hf: HF, dialect: _Dialect, num_layers: int) -> tuple[int, ...]:
         window = None
     layer_types = hf.get("layer_types")
     if layer_types is None:
-        first = hf["max_window_layers"] if dialect.window_rule == "opt_in" else 0
+        # Qwen3-MoE slides in every layer, whatever max_window_layers says.
+        first = hf["max_window_layers"] if "max_window_layers" in dialect.defaults else 0
         sliding = [i >= first for i in range(num_layers)]
     else:
         unknown = set(layer_types) - {"full_attention", "sliding_attention"}
@@ -263,92 +271,27 @@ def _windows(hf: HF, dialect: _Dialect, num_layers: int) -> tuple[int, ...]:
     return tuple(window if slides else 0 for slides in sliding)
 
 
-_ROPE_KEYS: dict[str, frozenset[str]] = {
-    "default": frozenset(),
-    "linear": frozenset({"factor"}),
-    "dynamic": frozenset({"factor"}),
-    "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor"}),
-    "yarn": frozenset({"factor"}),
-    "factors": frozenset({"freq_factors"}),
-}
-_ROPE_OPTIONAL = frozenset(
-    {
-        "type",
-        "rope_type",
-        "rope_theta",
-        "partial_rotary_factor",
-        "original_max_position_embeddings",
-        "finetuned",
-        "attention_factor",
-        "beta_fast",
-        "beta_slow",
-        "truncate",
-        "mscale",
-        "mscale_all_dim",
+def _experts(hf: HF, dialect: _Dialect, num_layers: int) -> dict[str, Any]:
+    """The fields of a mixture of experts (none of a dense model)."""
+    if not dialect.moe:
+        return {}
+    # The hub's Qwen3-MoE says num_experts; transformers 5 saves num_local_experts for both.
+    key = "num_experts" if "num_experts" in hf else "num_local_experts"
+    num_experts, chosen = _positive(hf, key), _positive(hf, "num_experts_per_tok")
+    if chosen > num_experts:
+        raise UnsupportedModel(f"num_experts_per_tok {chosen} is more than {key} {num_experts}")
+    dense = set(hf.get("mlp_only_layers") or ())
+    step = hf.get("decoder_sparse_step", 1)
+    width = "moe_intermediate_size" if "moe_intermediate_size" in hf else "intermediate_size"
+    return {
+        "num_experts": num_experts,
+        "num_experts_per_token": chosen,
+        "expert_ffn_size": _positive(hf, width),
+        "normalise_experts": bool(hf["norm_topk_prob"]),
+        "moe_layers": tuple(
+            layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers)
+        ),
     }
-)
-
-
-def _rope_dict(hf: HF) -> dict[str, Any]:
-    """transformers 5's rope_parameters, or rope_scaling and rope_theta of before, as one dict."""
-    rope = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
-    if rope and all(isinstance(value, dict) for value in rope.values()):
-        first, *others = rope.values()
-        if any(other != first for other in others):
-            raise UnsupportedModel("rope_parameters differ between layer types; not supported")
-        rope = dict(first)
-    rope = {key: value for key, value in rope.items() if value is not None}
-    rope.setdefault("rope_theta", hf.get("rope_theta", 10000.0))
-    return rope
-
-
-def _rope(hf: HF) -> RopeConfig:
-    rope = _rope_dict(hf)
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in _ROPE_KEYS:
-        raise UnsupportedModel(
-            f"rope type {kind!r} is not supported; supported are {', '.join(_ROPE_KEYS)}"
-        )
-    missing = _ROPE_KEYS[kind] - rope.keys()
-    max_position = _positive(hf, "max_position_embeddings")
-    original = hf.get("original_max_position_embeddings") or rope.get(
-        "original_max_position_embeddings", max_position
-    )
-    if kind == "yarn" and "factor" in missing:
-        rope["factor"] = max_position / original
-        missing = frozenset()
-    if missing:
-        raise UnsupportedModel(f"rope type {kind!r} needs {', '.join(sorted(missing))}")
-    unknown = rope.keys() - _ROPE_OPTIONAL - _ROPE_KEYS[kind]
-    if unknown:
-        raise UnsupportedModel(f"rope type {kind!r}: unknown keys {', '.join(sorted(unknown))}")
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise UnsupportedModel("partial_rotary_factor other than 1.0 is not supported")
-    return RopeConfig(
-        type=kind,
-        theta=float(rope["rope_theta"]),
-        factor=float(rope.get("factor", 1.0)),
-        original_max_position=int(original),
-        attention_factor=_attention_factor(rope) if kind == "yarn" else 1.0,
-        low_freq_factor=float(rope.get("low_freq_factor", 1.0)),
-        high_freq_factor=float(rope.get("high_freq_factor", 4.0)),
-        beta_fast=float(rope.get("beta_fast") or 32),
-        beta_slow=float(rope.get("beta_slow") or 1),
-        truncate=bool(rope.get("truncate", True)),
-        freq_factors=tuple(rope.get("freq_factors", ())),
-    )
-
-
-def _attention_factor(rope: HF) -> float:
-    """Yarn's scale of cos and sin (Peng et al. 2023, section 3.4), or DeepSeek's mscale variant."""
-    if rope.get("attention_factor") is not None:
-        return float(rope["attention_factor"])
-    factor, mscale, mscale_all = rope["factor"], rope.get("mscale"), rope.get("mscale_all_dim")
-
-    def scale(weight: float) -> float:
-        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-    return scale(mscale) / scale(mscale_all) if mscale and mscale_all else scale(1.0)
 
 
 def _max_position(hf: HF, rope: RopeConfig) -> int:

@@ -30,7 +30,7 @@ class Part:
     Attributes:
         source: its name in a Hugging Face checkpoint.
         shape: as stored there.
-        axes: logical name of each dim: vocab, embed, heads, kv_heads, ffn or head_dim.
+        axes: logical name of each dim: vocab, embed, heads, kv_heads, ffn, head_dim or experts.
     """
 
     source: str
@@ -40,28 +40,35 @@ class Part:
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """A parameter: its parts, stacked along dim 0.
+    """A parameter: its parts, one after the other along dim 0.
 
     Attributes:
         parts: at least one; equal in all dims but the first.
         dtype: of the parameter in memory, whatever the checkpoint's.
         init: "normal" (std 0.02), "ones" or "zeros", for random weights.
+        stack: groups into which dim 0 is cut to make a new first dim (one per expert); 0 for none.
     """
 
     parts: tuple[Part, ...]
     dtype: torch.dtype
     init: str = "normal"
+    stack: int = 0
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the whole parameter, before sharding."""
-        return (sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:])
+        return self.stacked(sum(part.shape[0] for part in self.parts), self.parts[0].shape[1:])
+
+    def stacked(self, rows: int, rest: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of the parameter made of `rows` rows of shape `rest`."""
+        return (self.stack, rows // self.stack, *rest) if self.stack else (rows, *rest)
 
     @property
     def axes(self) -> tuple[str, ...]:
         """Logical axes; those of a fused first dim are joined, as in "heads+kv_heads"."""
         first = dict.fromkeys(part.axes[0] for part in self.parts)
-        return ("+".join(first), *self.parts[0].axes[1:])
+        axes = ("+".join(first), *self.parts[0].axes[1:])
+        return ("experts", *axes) if self.stack else axes
 
 
 def leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
@@ -113,6 +120,7 @@ def init_random(specs: Tree, seed: int, device: torch.device) -> Tree:
     """A tree of whole random parameters; deterministic for a seed and a device type."""
 
     def make(_: Path, spec: ParamSpec) -> Tensor:
-        return torch.cat([init_part(spec, part, seed, device) for part in spec.parts])
+        parts = [init_part(spec, part, seed, device) for part in spec.parts]
+        return torch.cat(parts).view(spec.shape)
 
     return dict(map_tree(make, specs))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from models import llama, mistral, qwen2, qwen3
+from models import llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
 from models.config import ModelConfig
 from models.errors import UnsupportedModel
 from models.layers import Family, norm_spec
@@ -14,8 +14,10 @@ FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": llama.FAMILY,
     "MinistralForCausalLM": mistral.FAMILY,
     "MistralForCausalLM": mistral.FAMILY,
+    "MixtralForCausalLM": mixtral.FAMILY,
     "Qwen2ForCausalLM": qwen2.FAMILY,
     "Qwen3ForCausalLM": qwen3.FAMILY,
+    "Qwen3MoeForCausalLM": qwen3_moe.FAMILY,
 }
 
 

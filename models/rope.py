@@ -13,8 +13,8 @@ import math
 import torch
 from torch import Tensor
 
-from models.config import RopeConfig
 from models.errors import UnsupportedModel
+from models.rope_config import RopeConfig
 
 
 def rope_table(rope: RopeConfig, head_dim: int, num_positions: int, max_position: int) -> Tensor:

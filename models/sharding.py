@@ -26,6 +26,7 @@ SHARDED: dict[str, bool] = {
     "ffn": True,
     "embed": False,
     "head_dim": False,
+    "experts": False,
 }
 
 
@@ -41,7 +42,7 @@ def placement(spec: ParamSpec) -> Placement:
     """DTensor's placement of the parameter on the tp axis; fused ones are split part by part."""
     for dim, axis in enumerate(spec.parts[0].axes):
         if SHARDED[axis]:
-            return Shard(dim)
+            return Shard(dim + 1 if spec.stack else dim)
     return Replicate()
 
 
@@ -90,4 +91,5 @@ def part_slices(model: ModelConfig, tp: TensorParallel, part: Part) -> tuple[Axi
 def local_shape(model: ModelConfig, tp: TensorParallel, spec: ParamSpec) -> tuple[int, ...]:
     """Shape of the parameter on each rank, padding included."""
     parts = [part_slices(model, tp, part) for part in spec.parts]
-    return (sum(slices[0].size for slices in parts), *(s.size for s in parts[0][1:]))
+    rows = sum(slices[0].size for slices in parts)
+    return spec.stacked(rows, tuple(s.size for s in parts[0][1:]))

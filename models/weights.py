@@ -73,13 +73,14 @@ def load_params(
     def load(_: TreePath, spec: ParamSpec) -> Tensor:
         nonlocal done
         param = torch.empty(local_shape(model, tp, spec), dtype=dtype, device=device)
+        flat = param.flatten(0, 1) if spec.stack else param
         offset = 0
         for part in spec.parts:
             if progress is not None:
                 progress(part.source, done, total)
             slices = part_slices(model, tp, part)
             values = source.read(spec, part, slices)
-            into = param.narrow(0, offset, slices[0].size)
+            into = flat.narrow(0, offset, slices[0].size)
             if values.shape != into.shape:  # the ranks do not divide this axis
                 into.zero_()
             into[tuple(slice(0, size) for size in values.shape)].copy_(values)
