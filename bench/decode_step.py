@@ -2,8 +2,9 @@
 
     python -m bench.decode_step CONFIG [--set KEY.PATH=VALUE] [--kv 256] [--batch 1 8 64]
 
-Every row of a full bucket has `--kv` tokens in its cache. Without --one, the two runners (trees, manual) and the two
-units (step, layer) run one after the other, each in a process of its own, and one table shows them all.
+Every row of a full bucket has `--kv` tokens in its cache. Without --one, the two runners (trees,
+manual) and the two units (step, layer) run one after the other, each in a process of its own, and
+one table shows them all.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ STEPS = 60
 
 
 def decode_batch(batch: int, kv_len: int, page_size: int, column: int = 0) -> ScheduledBatch:
-    """`batch` greedy rows of `kv_len` tokens; the step also sets each row's page in `column` of the page table."""
+    """`batch` greedy rows of `kv_len` tokens; the step also sets each row's page in `column` of the
+    page table.
+    """
     rows = np.arange(batch, dtype=np.int32)
     columns = -(-kv_len // page_size)
     pages = 1 + rows * columns
@@ -91,7 +94,9 @@ def time_bucket(engine: Engine, batch: int, kv_len: int) -> dict[str, Any]:
 
 
 def plan_microseconds(engine: Engine, step: ScheduledBatch) -> float:
-    """Host time of attention's plan when every row has come to its next page, so that nothing can be reused."""
+    """Host time of attention's plan when every row has come to its next page, so that nothing can
+    be reused.
+    """
     runner = engine.worker._runner
     planner, bucket = runner._planner, runner.bucket_for(step)
     if planner is None:

@@ -1,10 +1,12 @@
-"""Times the kernels of a decode step one by one on a GPU: every candidate launch of the matrices, every attention.
+"""Times the kernels of a decode step one by one on a GPU: every candidate launch of the matrices,
+every attention.
 
     python -m bench.kernels linear [--rows 1 8 64] [--model qwen3-0.6b] [--json table.json]
     python -m bench.kernels attention [--batch 1 8 64] [--kv 256 1024]
 
-Each number is microseconds of one call under graph replay. Operands rotate through more memory than the L2 cache
-holds, as they do in a model. What was measured best goes into models/ops/linear_table.py by hand.
+Each number is microseconds of one call under graph replay. Operands rotate through more memory than
+the L2 cache holds, as they do in a model. What was measured best goes into
+models/ops/linear_table.py by hand.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.attention_plan import AttentionPlanner, AttentionShape
+from engine.attention_plan import AttentionPlanner
+from engine.flashinfer_plan import AttentionShape
 from engine.scheduler.batch import ScheduledBatch
 from engine.step_inputs import Bucket, empty_batch
 from models.ops import attention_cuda, decode_triton, fused_triton, linear_triton
@@ -85,11 +88,11 @@ def replay_us(calls: Sequence[Callable[[], object]], repeats: int = 20) -> float
 
 def operands(m: Matrix, rows: int, copies: int) -> tuple[Tensor, list[Tensor], Tensor, Tensor]:
     """x, weights in rotation, norm weight, residual: random bfloat16."""
-    make = {"dtype": torch.bfloat16, "device": "cuda"}
-    x = torch.randn(rows, m.inner, **make)
+    normal = functools.partial(torch.randn, dtype=torch.bfloat16, device="cuda")
+    x = normal(rows, m.inner)
     height = m.columns * (2 if m.act else 1)
-    weights = [torch.randn(height, m.inner, **make) * 0.03 for _ in range(copies)]
-    return x, weights, torch.rand(m.inner, **make) + 0.5, torch.randn(rows, m.columns, **make)
+    weights = [normal(height, m.inner) * 0.03 for _ in range(copies)]
+    return x, weights, normal(m.inner) * 0.1 + 1, normal(rows, m.columns)
 
 
 def candidates(m: Matrix, rows: int) -> Iterator[Choice | None]:
@@ -200,12 +203,10 @@ def time_linear(m: Matrix, rows: int, top: int) -> dict[str, Any]:
     cublas = next(row[0] for row in rows_out if row[2] is None)
     now = choose_linear(rows, m.columns, m.inner, m.act)
     default = next((row[0] for row in rows_out if row[2] == now), float("nan"))
-    best = "  ".join(f"{us:.2f} {tuple(c) if c else 'cublas'}" for us, _, c in rows_out[:top])
-    print(
-        f"{m.name:8} M={rows:<3} floor {weight_bytes / BANDWIDTH * 1e6:6.2f}  cuBLAS {cublas:6.2f}  "
-        f"chosen {default:6.2f}  best: {best}",
-        flush=True,
-    )
+    best = "  ".join(f"{us:.2f} {tuple(choice or ('cublas',))}" for us, _, choice in rows_out[:top])
+    floor = weight_bytes / BANDWIDTH * 1e6
+    times = f"floor {floor:6.2f}  cuBLAS {cublas:6.2f}  chosen {default:6.2f}"
+    print(f"{m.name:8} M={rows:<3} {times}  best: {best}", flush=True)
     return {
         "matrix": m._asdict(),
         "rows": rows,
@@ -245,14 +246,14 @@ class Case(NamedTuple):
 
 def make_case(batch: int, kv_len: int, heads: int, kv_heads: int, head_dim: int) -> Case:
     """`batch` rows of `kv_len` tokens, pages scattered; layers enough to leave the caches."""
-    page, ints = 16, {"dtype": torch.int32, "device": "cuda"}
+    page = 16
     pages = -(-kv_len // page)
     layer_bytes = batch * kv_len * kv_heads * head_dim * 4
     layers = max(4, min(64, -(-_ROTATE_BYTES // layer_bytes)))
     total = batch * pages + 1
     size = (total, 2, page, kv_heads, head_dim)
     caches = [torch.randn(size, dtype=torch.bfloat16, device="cuda") for _ in range(layers)]
-    table = torch.zeros(batch + 1, pages + 8, **ints)
+    table = torch.zeros(batch + 1, pages + 8, dtype=torch.int32, device="cuda")
     order = torch.randperm(total - 1, device="cuda").to(torch.int32) + 1
     table[:batch, :pages] = order.view(batch, pages)
     starts = np.full(batch, kv_len - 1, np.int32)
@@ -267,9 +268,9 @@ def make_case(batch: int, kv_len: int, heads: int, kv_heads: int, head_dim: int)
             "num_decode_rows": batch,
         }
     )
-    arange = torch.arange(batch, **ints)
+    arange = torch.arange(batch, dtype=torch.int32, device="cuda")
     rows = attention_cuda.Rows(
-        table, arange, torch.tensor(starts, **ints), torch.tensor(ones, **ints), arange
+        table, arange, torch.from_numpy(starts).cuda(), torch.from_numpy(ones).cuda(), arange
     )
     shape = AttentionShape(heads, kv_heads, head_dim, page, table.shape[1], torch.bfloat16, (0,))
     q = torch.randn(batch, heads, head_dim, dtype=torch.bfloat16, device="cuda")
@@ -368,8 +369,11 @@ def main() -> None:
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("bench.kernels needs a GPU")
-    result = linear(args) if args.what == "linear" else attention(args)
-    if args.json and result is not None:
+    if args.what == "attention":
+        attention(args)
+        return
+    result = linear(args)
+    if args.json:
         args.json.write_text(json.dumps(result))
 
 

@@ -1,7 +1,8 @@
-"""A decoder layer made of few kernels, for decode steps on a GPU: the same function as layers.decoder_layer.
+"""A decoder layer made of few kernels, for decode steps on a GPU: the same function as
+layers.decoder_layer.
 
-Five operators a layer: norm + qkv, heads + KV write + attention, o + residual, norm + gate_up + SwiGLU, down +
-residual. The hidden state is one tensor here; there is no separate residual.
+Five operators a layer: norm + qkv, heads + KV write + attention, o + residual, norm + gate_up +
+SwiGLU, down + residual. The hidden state is one tensor here; there is no separate residual.
 
 Knows nothing of how many rows there are or which kernel they get.
 
@@ -20,7 +21,9 @@ from models.ops.linear import Kernels, fused_linear
 
 
 def can_fuse(family: Family) -> bool:
-    """Whether the family's layers are what is fused here: attention with optional q/k norms, and a gated MLP."""
+    """Whether the family's layers are what is fused here: attention with optional q/k norms, and a
+    gated MLP.
+    """
     return family.feed_forward is mlp
 
 

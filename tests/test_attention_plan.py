@@ -1,4 +1,4 @@
-"""Attention's host work without a GPU: what FlashInfer's plan is given, and when it is not asked."""
+"""Attention's host work without a GPU: what FlashInfer's plan is given, and when it is asked."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.attention_plan import AttentionShape, HostRows, PartPlan
+from engine.flashinfer_plan import AttentionShape, HostRows, PartPlan
 from engine.scheduler.batch import ScheduledBatch
 from engine.step_inputs import Bucket, empty_batch
 

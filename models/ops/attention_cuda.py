@@ -1,13 +1,16 @@
 """CUDA implementations of `fullgraph::paged_attention`, `fullgraph::kv_write` and what they run on.
 
-The table of planned runners below is the project's one global: the operator looks its runner up by (kind, tokens,
-window), because FlashInfer's plans are host objects that no graph can take as an argument. engine/attention_plan.py
-fills the table before any graph is captured and plans before every step.
+The table of planned runners below is the project's one global: the operator looks its runner up by
+(kind, tokens, window), because FlashInfer's plans are host objects that no graph can take as an
+argument. engine/attention_plan.py fills the table before any graph is captured and plans before
+every step.
 
-The first layer of a step makes the page lists that all layers use, in device memory outside the graphs' pool. It is
-known by its cache's address: a graph must not depend on a counter kept on the host.
+The first layer of a step makes the page lists that all layers use, in device memory outside the
+graphs' pool. It is known by its cache's address: a graph must not depend on a counter kept on the
+host.
 
-Knows nothing of batches or buckets, nor of FlashInfer's package: it is given its modules. Importing it needs Triton.
+Knows nothing of batches or buckets, nor of FlashInfer's package: it is given its modules. Importing
+it needs Triton.
 
 Legend: T tokens, R rows, S slots, P page-table columns, H query heads, K kv heads, D head dim.
 """
@@ -15,7 +18,9 @@ Legend: T tokens, R rows, S slots, P page-table columns, H query heads, K kv hea
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -63,7 +68,7 @@ class _Table:
 _table = _Table({}, 0)
 
 
-def register(runners: dict[Key, Runner], first_layer: Tensor) -> None:
+def register(runners: Mapping[Any, Runner], first_layer: Tensor) -> None:
     """Make `runners` the table, for the model whose first layer's cache is `first_layer`."""
     _table.runners, _table.first_layer = dict(runners), first_layer.data_ptr()
 
@@ -157,7 +162,8 @@ class FlashInferPart:
         chunks: whether it serves the chunks (causal) or the decode rows.
         num_rows: requests of the plan.
         max_pages: of one row.
-        float_workspace / int_workspace: uint8, shared with parts that never run between this one's plan and run.
+        float_workspace / int_workspace: uint8, shared with parts that never run between this one's
+            plan and run.
     """
 
     def __init__(
@@ -172,17 +178,17 @@ class FlashInferPart:
         float_workspace: Tensor,
         int_workspace: Tensor,
     ) -> None:
-        ints = {"dtype": torch.int32, "device": float_workspace.device}
+        zeros = partial(torch.zeros, dtype=torch.int32, device=float_workspace.device)
         self.float_workspace, self.int_workspace = float_workspace, int_workspace
         self.plan_info: Any = (
             None  # what the last plan returned; the planner checks that it never changes
         )
         self._run, self._backend, self._chunks, self._window = run, backend, chunks, window
         self._page_size = page_size
-        self._qo_indptr = torch.arange(num_rows + 1, **ints)
-        self._kv_indptr = torch.zeros(num_rows + 1, **ints)
-        self._kv_indices = torch.zeros(num_rows * max_pages, **ints)
-        self._last_page_len = torch.zeros(num_rows, **ints)
+        self._qo_indptr = torch.arange(num_rows + 1, out=zeros(num_rows + 1))
+        self._kv_indptr = zeros(num_rows + 1)
+        self._kv_indices = zeros(num_rows * max_pages)
+        self._last_page_len = zeros(num_rows)
 
     def prepare(self, rows: Rows) -> None:
         """Fill the page lists from the page table."""
@@ -197,7 +203,9 @@ class FlashInferPart:
         )
 
     def run(self, q_THD: Tensor, kv_layer: Tensor, scale: float, out_THD: Tensor) -> None:
-        """Write the attention of the part's rows into `out_THD`; the fa2 chunks part zeroes decode rows."""
+        """Write the attention of the part's rows into `out_THD`; the fa2 chunks part zeroes decode
+        rows.
+        """
         assert self.plan_info is not None, "a FlashInfer part ran before it was planned"
         args = [
             self.float_workspace,
@@ -218,11 +226,13 @@ class FlashInferPart:
             True,  # programmatic dependent launch
         ]
         if self._backend == "fa2":
-            # mask, its indptr, ALiBi slopes, multi-item prefix, positions, longest; fp4 scales of k and v
+            # mask, its indptr, ALiBi slopes, multi-item prefix, positions, longest; fp4 scales of k
+            # and v
             args += [None] * 8
             args += [0.0, scale, 1.0, 1e-4, 0]  # soft cap, scale, 1 / rope scale, 1 / theta, items
         else:
-            # multi-item prefix, positions, longest; scale of v as a tensor, soft cap, scale, scale of v, items
+            # multi-item prefix, positions, longest; scale of v as a tensor, soft cap, scale, scale
+            # of v, items
             args += [None, None, None, None, 0.0, scale, 1.0, 0]
         self._run(*args)
 
@@ -315,10 +325,10 @@ class XqaDecode:
         workspace: Tensor,
         num_programs: int,
     ) -> None:
-        ints = {"dtype": torch.int32, "device": workspace.device}
+        zeros = partial(torch.zeros, dtype=torch.int32, device=workspace.device)
         self._run, self._page_size, self._window = run, page_size, window
-        self._block_table = torch.zeros(num_rows, max_pages, **ints)
-        self._kv_lens = torch.ones(num_rows, 1, **ints)
+        self._block_table = zeros(num_rows, max_pages)
+        self._kv_lens = zeros(num_rows, 1) + 1
         self._semaphores, self._workspace = semaphores, workspace
         self.num_programs = num_programs
 
@@ -362,8 +372,8 @@ class XqaDecode:
 class Extend:
     """Chunks through one FlashInfer part, decode rows through a decode runner of their own.
 
-    Decode rows keep their split over the keys that way, however long they are. Runners other than Triton's write
-    every row they know, so theirs go through a buffer.
+    Decode rows keep their split over the keys that way, however long they are. Runners other than
+    Triton's write every row they know, so theirs go through a buffer.
     """
 
     chunks: FlashInferPart

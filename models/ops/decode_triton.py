@@ -1,15 +1,17 @@
 """Paged attention of one token a row in Triton: flash decoding that plans itself on the device.
 
-Every program reads the lengths of all rows, and from them works out how all rows are cut into chunks of equal size and
-which (row, kv head, chunk) is its own. So long rows spread over the GPU beside short ones, whatever lengths come, in
-one captured launch and with nothing planned on the host. Chunks of a row are joined by the last of them to finish.
+Every program reads the lengths of all rows, and from them works out how all rows are cut into
+chunks of equal size and which (row, kv head, chunk) is its own. So long rows spread over the GPU
+beside short ones, whatever lengths come, in one captured launch and with nothing planned on the
+host. Chunks of a row are joined by the last of them to finish.
 
-With FUSED the kernel also does what precedes attention: q/k norm and rotation of the new token, whose key and value
-go to the cache from the one program that reads them.
+With FUSED the kernel also does what precedes attention: q/k norm and rotation of the new token,
+whose key and value go to the cache from the one program that reads them.
 
-Programmatic dependent launch (PDL): a kernel waits for the one before it, then lets the next one start. So what was
-written two kernels earlier may be read before the wait, and only that: lengths and the page table, not q or the new
-key. Old keys and values are brought into the L2 cache before the wait.
+Programmatic dependent launch (PDL): a kernel waits for the one before it, then lets the next one
+start. So what was written two kernels earlier may be read before the wait, and only that: lengths
+and the page table, not q or the new key. Old keys and values are brought into the L2 cache before
+the wait.
 
 Knows nothing of torch.library. Importing it needs Triton.
 
@@ -26,12 +28,16 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from models.ops.attend_triton import add_new, attend, join, places, prefetch, rotated
+
 _LOG2E = 1.4426950408889634
 _MAX_CHUNKS = 64  # of one row: what the join holds in registers
 
 
 class DecodeShape(NamedTuple):
-    """How rows are cut: programs beyond one per (row, kv head), least tokens of a chunk, tokens of a tile."""
+    """How rows are cut: programs beyond one per (row, kv head), least tokens of a chunk, tokens of
+    a tile.
+    """
 
     extra: int
     min_chunk: int = 64
@@ -43,7 +49,8 @@ class DecodeShape(NamedTuple):
 class Scratch(NamedTuple):
     """Partial results and counters of one launch; shared by all buckets and windows.
 
-    partial: float32 [programs * G * D]; stats: float32 [programs * G * 2], max and sum; counters: int32 zeros [R * K],
+    partial: float32 [programs * G * D]; stats: float32 [programs * G * 2], max and sum; counters:
+        int32 zeros [R * K],
     zeros again when the kernel ends.
     """
 
@@ -61,16 +68,15 @@ class Scratch(NamedTuple):
             for rows in range(1, num_rows + 1)
         )
         group = heads // kv_heads
-        floats = {"dtype": torch.float32, "device": device}
         return cls(
-            torch.empty(programs * group * dim, **floats),
-            torch.empty(programs * group * 2, **floats),
+            torch.empty(programs * group * dim, dtype=torch.float32, device=device),
+            torch.empty(programs * group * 2, dtype=torch.float32, device=device),
             torch.zeros(num_rows * kv_heads, dtype=torch.int32, device=device),
         )
 
 
 class NewToken(NamedTuple):
-    """What the fused kernel reads instead of queries: see models.ops.fused.qk_norm_rope_kv_write."""
+    """What the fused kernel reads instead of queries; see ops.fused.qk_norm_rope_kv_write."""
 
     qkv: Tensor
     rope_RD: Tensor
@@ -113,7 +119,8 @@ def decode(
 
     Args:
         query: [tokens, H, D], heads dense; or the new tokens' projections.
-        kv_layer: [pages, 2, page_size, K, D], contiguous; the new tokens' places are written with `NewToken`.
+        kv_layer: [pages, 2, page_size, K, D], contiguous; the new tokens' places are written with
+            `NewToken`.
         out_RHD: contiguous, at least num_rows.
     """
     _, _, page_size, num_kv_heads, head_dim = kv_layer.shape
@@ -170,148 +177,16 @@ def _constants(
 
 
 @triton.jit
-def _prefetch(ptr, mask):
-    """Ask for the lines that `ptr` points at, where `mask` is set, to be brought into the L2 cache."""
-    tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
-        "=r,l,r",
-        [ptr, mask.to(tl.int32)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
-def _places(table_row_ptr, token, mask, head, K: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr):
-    """Offset into the layer of each token's key for a kv head; its value is PAGE * K * D further."""
-    page = tl.load(table_row_ptr + token // PAGE, mask=mask, other=0).to(tl.int64)
-    return page * (2 * PAGE * K * D) + (token % PAGE) * (K * D) + head * D
-
-
-@triton.jit
-def _attend(
-    q_low, q_high, kv_ptr, table_row_ptr, head, begin, end, scale,
-    K: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_G: tl.constexpr, STAGES: tl.constexpr,
+def _cut(
+    item, starts_ptr, lens_ptr, offsets_ptr, num_rows,
+    EXTRA: tl.constexpr, MIN_CHUNK: tl.constexpr, MAX_CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_R: tl.constexpr, WINDOW: tl.constexpr, EXTEND: tl.constexpr,
 ):  # fmt: skip
-    """Softmax attention over tokens [begin, end), not yet divided: acc, max (of log2), sum.
+    """Cut all rows into chunks of one size, and say which chunk is number `item`.
 
-    q_low, q_high: halves of the queries, [BLOCK_G, D / 2].
+    Returns: row (num_rows or more: no such chunk), tokens [begin, stop) of the chunk, end of the
+    row's tokens, number of the row's first chunk, chunks of the row (padding: one of no tokens).
     """
-    half = tl.arange(0, D // 2)
-    d = tl.arange(0, D)
-    high = tl.full([BLOCK_G], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_G], tl.float32)
-    acc = tl.zeros([BLOCK_G, D], tl.float32)
-    for t in tl.range(begin, end, BLOCK, num_stages=STAGES):
-        token = t + tl.arange(0, BLOCK)
-        mask = token < end
-        at = _places(table_row_ptr, token, mask, head, K, D, PAGE)[:, None]
-        k_low = tl.load(kv_ptr + at + half[None, :], mask=mask[:, None], other=0.0)
-        k_high = tl.load(kv_ptr + at + D // 2 + half[None, :], mask=mask[:, None], other=0.0)
-        v = tl.load(kv_ptr + at + PAGE * K * D + d[None, :], mask=mask[:, None], other=0.0)
-        s = tl.dot(q_low, tl.trans(k_low))
-        s = tl.dot(q_high, tl.trans(k_high), s) * scale
-        s = tl.where(mask[None, :], s, float("-inf"))
-        new_high = tl.maximum(high, tl.max(s, 1))
-        p = tl.exp2(s - new_high[:, None])
-        fade = tl.exp2(high - new_high)
-        total = total * fade + tl.sum(p, 1)
-        acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None])
-        high = new_high
-    return acc, high, total
-
-
-@triton.jit
-def _rotated(x_ptr, rope_ptr, weight_ptr, mask, eps, D: tl.constexpr, NORM: tl.constexpr):
-    """Norm and rotate heads whose low halves `x_ptr` [N, D / 2] points at: (low, high), float32."""
-    half = tl.arange(0, D // 2)
-    low = tl.load(x_ptr, mask=mask, other=0.0).to(tl.float32)
-    high = tl.load(x_ptr + D // 2, mask=mask, other=0.0).to(tl.float32)
-    if NORM:
-        factor = tl.rsqrt(tl.sum(low * low + high * high, 1) / D + eps)[:, None]
-        low *= factor * tl.load(weight_ptr + half).to(tl.float32)[None, :]
-        high *= factor * tl.load(weight_ptr + D // 2 + half).to(tl.float32)[None, :]
-    cos = tl.load(rope_ptr + half)[None, :]
-    sin = tl.load(rope_ptr + D // 2 + half)[None, :]
-    return low * cos - high * sin, high * cos + low * sin
-
-
-@triton.jit
-def _add_new(
-    acc, high, total, q_low, q_high, qkv_ptr, rope_ptr, k_norm_ptr, kv_ptr, place, head, eps, scale,
-    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, NORM: tl.constexpr,
-):  # fmt: skip
-    """Write the new token's key and value to the cache and add them to the row's attention."""
-    half = tl.arange(0, D // 2)
-    d = tl.arange(0, D)
-    k_ptr = qkv_ptr + (K * G + head) * D
-    low, high_half = _rotated(
-        k_ptr + half[None, :], rope_ptr, k_norm_ptr, half[None, :] < D, eps, D, NORM
-    )
-    dtype = kv_ptr.dtype.element_ty
-    k_low, k_high = low.to(dtype), high_half.to(dtype)
-    v = tl.load(k_ptr + K * D + d)
-    key_ptr = kv_ptr + place * D
-    tl.store(key_ptr + half[None, :], k_low)
-    tl.store(key_ptr + D // 2 + half[None, :], k_high)
-    tl.store(key_ptr + PAGE * K * D + d, v)
-    s = tl.sum(q_low.to(tl.float32) * k_low.to(tl.float32), 1)
-    s = (s + tl.sum(q_high.to(tl.float32) * k_high.to(tl.float32), 1)) * scale
-    new_high = tl.maximum(high, s)
-    p = tl.exp2(s - new_high)
-    fade = tl.exp2(high - new_high)
-    total = total * fade + p
-    acc = acc * fade[:, None] + p[:, None] * v.to(tl.float32)[None, :]
-    return acc, new_high, total
-
-
-@triton.jit
-def _join(
-    out_ptr, partial_ptr, stats_ptr, first, count, head,
-    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, MAX_CHUNKS: tl.constexpr,
-):  # fmt: skip
-    """Join the chunks first .. first + count of a (row, kv head) into `out_ptr` [G, D]."""
-    d = tl.arange(0, D)
-    every = tl.arange(0, MAX_CHUNKS)
-    some = tl.arange(0, 16)
-    for g in tl.static_range(G):
-        all_ptr = stats_ptr + 2 * (((first + every) * K + head) * G + g)
-        highs = tl.load(all_ptr, mask=every < count, other=float("-inf"), cache_modifier=".cg")
-        high = tl.max(highs, 0)
-        total = tl.zeros([16], tl.float32)
-        y = tl.zeros([D], tl.float32)
-        for c in range(0, count, 16):
-            at = ((first + c + some) * K + head) * G + g
-            valid = c + some < count
-            x = tl.load(stats_ptr + 2 * at, mask=valid, other=float("-inf"), cache_modifier=".cg")
-            weight = tl.exp2(x - high)
-            part = tl.load(stats_ptr + 2 * at + 1, mask=valid, other=0.0, cache_modifier=".cg")
-            total += part * weight
-            tile = tl.load(
-                partial_ptr + at[:, None] * D + d[None, :],
-                mask=valid[:, None],
-                other=0.0,
-                cache_modifier=".cg",
-            )
-            y += tl.sum(tile * weight[:, None], 0)
-        y = (y / tl.sum(total, 0)).to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + g * D + d, y)
-
-
-@triton.jit
-def _decode_kernel(
-    q_ptr, kv_ptr, table_ptr, slots_ptr, starts_ptr, lens_ptr, offsets_ptr, out_ptr,
-    partial_ptr, stats_ptr, counters_ptr, rope_ptr, q_norm_ptr, k_norm_ptr, kv_slots_ptr, eps,
-    scale, q_stride, table_stride, num_rows,
-    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, EXTRA: tl.constexpr,
-    MIN_CHUNK: tl.constexpr, MAX_CHUNKS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_G: tl.constexpr,
-    BLOCK_R: tl.constexpr, STAGES: tl.constexpr, WINDOW: tl.constexpr, EXTEND: tl.constexpr,
-    FUSED: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    item = tl.program_id(0) // K
-    head = tl.program_id(0) % K
     rows = tl.arange(0, BLOCK_R)
     inside = rows < num_rows
     lens = tl.load(lens_ptr + rows, mask=inside, other=0)
@@ -336,69 +211,108 @@ def _decode_kernel(
     count = tl.sum(tl.where(here, counts, 0))
     num_chunks = tl.sum(tl.where(here, chunks, 0))
     first = tl.sum(tl.where(here, upto, 0)) - num_chunks
+    begin = end - count + (item - first) * chunk
+    return row, begin, tl.minimum(begin + chunk, end), end, first, num_chunks
+
+
+@triton.jit
+def _bring(
+    kv_ptr, table_row_ptr, head, begin, stop,
+    K: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Bring the first tile of keys and values into the L2 cache."""
+    token = begin + tl.arange(0, BLOCK)
+    mask = token < stop
+    at = places(table_row_ptr, token, mask, head, K, D, PAGE)
+    for line in tl.static_range(0, D, 64):  # 128 bytes
+        prefetch(kv_ptr + at + line, mask)
+        prefetch(kv_ptr + at + PAGE * K * D + line, mask)
+
+
+@triton.jit
+def _finish(
+    acc, high, total, out_ptr, partial_ptr, stats_ptr, counter_ptr, item, first, num_chunks, head,
+    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr,
+    MAX_CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """Write a chunk's result: to `out_ptr` [G, D] if the row has no other, else to be joined."""
+    g = tl.arange(0, BLOCK_G)
+    d = tl.arange(0, D)
+    heads = (g < G)[:, None]
+    if num_chunks == 1:
+        y = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + g[:, None] * D + d[None, :], y, mask=heads)
+    else:
+        at = (item * K + head) * G + g
+        tl.store(partial_ptr + at[:, None] * D + d[None, :], acc, mask=heads)
+        tl.store(stats_ptr + 2 * at, high, mask=g < G)
+        tl.store(stats_ptr + 2 * at + 1, total, mask=g < G)
+        tl.debug_barrier()  # all threads' stores come before the release below
+        if tl.atomic_add(counter_ptr, 1, sem="acq_rel") == num_chunks - 1:
+            tl.debug_barrier()
+            join(
+                out_ptr, partial_ptr, stats_ptr, first, num_chunks, head, K, G, D, MAX_CHUNKS
+            )  # fmt: skip
+            tl.store(counter_ptr, 0)
+
+
+@triton.jit
+def _decode_kernel(
+    q_ptr, kv_ptr, table_ptr, slots_ptr, starts_ptr, lens_ptr, offsets_ptr, out_ptr,
+    partial_ptr, stats_ptr, counters_ptr, rope_ptr, q_norm_ptr, k_norm_ptr, kv_slots_ptr, eps,
+    scale, q_stride, table_stride, num_rows,
+    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, EXTRA: tl.constexpr,
+    MIN_CHUNK: tl.constexpr, MAX_CHUNKS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_G: tl.constexpr,
+    BLOCK_R: tl.constexpr, STAGES: tl.constexpr, WINDOW: tl.constexpr, EXTEND: tl.constexpr,
+    FUSED: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    item = tl.program_id(0) // K
+    head = tl.program_id(0) % K
+    row, begin, stop, end, first, num_chunks = _cut(
+        item, starts_ptr, lens_ptr, offsets_ptr, num_rows,
+        EXTRA, MIN_CHUNK, MAX_CHUNKS, BLOCK, BLOCK_R, WINDOW, EXTEND,
+    )  # fmt: skip
     is_item = row < num_rows
     row = tl.minimum(row, num_rows - 1).to(tl.int64)
-    begin = end - count + (item - first) * chunk
-    stop = tl.minimum(begin + chunk, end)
-    is_last = stop == end
-    slot = tl.load(slots_ptr + row).to(tl.int64)
-    table_row_ptr = table_ptr + slot * table_stride
-    g = tl.arange(0, BLOCK_G)
-    heads = (g < G)[:, None]
-    half = tl.arange(0, D // 2)
+    stop = tl.where(is_item, stop, begin)
+    table_row_ptr = table_ptr + tl.load(slots_ptr + row).to(tl.int64) * table_stride
+    kv_slot = 0
     if FUSED:
         kv_slot = tl.load(kv_slots_ptr + row).to(tl.int64)
     if PDL:
-        token = begin + tl.arange(0, BLOCK)
-        old = (token < stop) & is_item
-        line_at = _places(table_row_ptr, token, old, head, K, D, PAGE)
-        for line in tl.static_range(0, D, 64):
-            _prefetch(kv_ptr + line_at + line, old)
-            _prefetch(kv_ptr + line_at + PAGE * K * D + line, old)
+        _bring(kv_ptr, table_row_ptr, head, begin, stop, K, D, PAGE, BLOCK)
         gdc_wait()
         gdc_launch_dependents()
     out_row_ptr = out_ptr + (row * K + head) * G * D
-    if is_item & (count > 0):
+    g = tl.arange(0, BLOCK_G)
+    heads = (g < G)[:, None]
+    if is_item & (end > 0):
         q_row_ptr = q_ptr + row * q_stride
-        q_at = q_row_ptr + (head * G + g)[:, None] * D + half[None, :]
+        q_at = q_row_ptr + (head * G + g)[:, None] * D + tl.arange(0, D // 2)[None, :]
         rope_row_ptr = rope_ptr + row * D
         dtype = kv_ptr.dtype.element_ty
         if FUSED:
-            q_low, q_high = _rotated(q_at, rope_row_ptr, q_norm_ptr, heads, eps, D, NORM)
+            q_low, q_high = rotated(q_at, rope_row_ptr, q_norm_ptr, heads, eps, D, NORM)
             q_low, q_high = q_low.to(dtype), q_high.to(dtype)
         else:
             q_low = tl.load(q_at, mask=heads, other=0.0)
             q_high = tl.load(q_at + D // 2, mask=heads, other=0.0)
-        acc, high, total = _attend(
+        acc, high, total = attend(
             q_low, q_high, kv_ptr, table_row_ptr, head, begin,
             tl.minimum(stop, end - 1) if FUSED else stop, scale,
             K, D, PAGE, BLOCK, BLOCK_G, STAGES,
         )  # fmt: skip
         if FUSED:  # noqa: SIM102 (one is a constant)
-            if is_last:
+            if stop == end:
                 place = (kv_slot // PAGE * 2 * PAGE + kv_slot % PAGE) * K + head
-                acc, high, total = _add_new(
+                acc, high, total = add_new(
                     acc, high, total, q_low, q_high, q_row_ptr, rope_row_ptr, k_norm_ptr,
                     kv_ptr, place, head, eps, scale, K, G, D, PAGE, NORM,
                 )  # fmt: skip
-        d = tl.arange(0, D)
-        if num_chunks == 1:
-            y = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
-            tl.store(out_row_ptr + g[:, None] * D + d[None, :], y, mask=heads)
-        else:
-            at = (item * K + head) * G + g
-            tl.store(partial_ptr + at[:, None] * D + d[None, :], acc, mask=heads)
-            tl.store(stats_ptr + 2 * at, high, mask=g < G)
-            tl.store(stats_ptr + 2 * at + 1, total, mask=g < G)
-            tl.debug_barrier()  # all threads' stores come before the release below
-            counter_ptr = counters_ptr + row * K + head
-            if tl.atomic_add(counter_ptr, 1, sem="acq_rel") == num_chunks - 1:
-                tl.debug_barrier()
-                _join(
-                    out_row_ptr, partial_ptr, stats_ptr, first, num_chunks, head,
-                    K, G, D, MAX_CHUNKS,
-                )  # fmt: skip
-                tl.store(counter_ptr, 0)
+        _finish(
+            acc, high, total, out_row_ptr, partial_ptr, stats_ptr, counters_ptr + row * K + head,
+            item, first, num_chunks, head, K, G, D, BLOCK_G, MAX_CHUNKS,
+        )  # fmt: skip
     elif is_item:
         d = tl.arange(0, D)
         zeros = tl.zeros([BLOCK_G, D], out_ptr.dtype.element_ty)

@@ -1,7 +1,8 @@
 """Operators between the fused projection and the output projection, each in one kernel on a GPU.
 
-qk_norm_rope_kv_write ends before attention; decode_attention is the same with the attention of a decode step, and has
-its CUDA implementation in attention_cuda.py. The CPU implementations are the references. Knows nothing of layers.
+qk_norm_rope_kv_write ends before attention; decode_attention is the same with the attention of a
+decode step, and has its CUDA implementation in attention_cuda.py. The CPU implementations are the
+references. Knows nothing of layers.
 
 Legend: T tokens, H query heads, K kv heads, D head dim.
 """
@@ -36,7 +37,8 @@ def qk_norm_rope_kv_write(
     kv_slots_T: Tensor,
     pdl: bool,
 ) -> Tensor:
-    """Split the projection into heads, norm and rotate queries and keys, write keys and values to their pages.
+    """Split the projection into heads, norm and rotate queries and keys, write keys and values to
+    their pages.
 
     Args:
         qkv: [T, (H + 2 K) * D]: queries, keys, values; contiguous.
@@ -127,7 +129,8 @@ def decode_attention(
     window: int,
     pdl: bool,
 ) -> Tensor:
-    """`qk_norm_rope_kv_write`, then `paged_attention` of a decode step: token r is row r. [T, H, D], contiguous.
+    """`qk_norm_rope_kv_write`, then `paged_attention` of a decode step: token r is row r. [T, H,
+    D], contiguous.
 
     The numbers of heads follow from the shapes of `qkv` and `kv_layer`.
     """

@@ -1,5 +1,5 @@
-"""Triton kernels of the small work between a layer's matrices: heads (norm, rotation, KV write), KV write, RMS norm,
-SwiGLU. models/ops/fused.py says what they compute.
+"""Triton kernels of the small work between a layer's matrices: heads (norm, rotation, KV write), KV
+write, RMS norm, SwiGLU. models/ops/fused.py says what they compute.
 
 Knows nothing of torch.library. Importing it needs Triton.
 

@@ -1,8 +1,10 @@
-"""Operator of a matrix applied to few rows, with the work before and after it fused in, and which kernel it takes.
+"""Operator of a matrix applied to few rows, with the work before and after it fused in, and which
+kernel it takes.
 
-`fullgraph::fused_linear` is opaque to the compiler, so that it sees the real number of rows of a bucket where the
-compiler sees a symbol: one compile serves all buckets and each gets its own kernel. Which kernel is best for a shape
-was measured (linear_table.py); where nothing was, it is guessed from the shape.
+`fullgraph::fused_linear` is opaque to the compiler, so that it sees the real number of rows of a
+bucket where the compiler sees a symbol: one compile serves all buckets and each gets its own
+kernel. Which kernel is best for a shape was measured (linear_table.py); where nothing was, it is
+guessed from the shape.
 
 Knows nothing of layers or buckets. Triton's kernels are in linear_triton.py, for CUDA only.
 
@@ -30,7 +32,8 @@ class Kernels(NamedTuple):
     """Which kernels of ours a decode step uses; static when it is traced.
 
     Attributes:
-        fused: layers are made of fused operators (`fused_linear`, `qk_norm_rope_kv_write`) instead of plain torch.
+        fused: layers are made of fused operators (`fused_linear`, `qk_norm_rope_kv_write`) instead
+            of plain torch.
         pdl: programmatic dependent launch between our kernels (Hopper and later).
     """
 
@@ -125,7 +128,9 @@ def _fused_linear_cuda(
 
 
 def prepare(device: torch.device) -> None:
-    """Allocate what the kernels share. Must come before any graph is recorded, or its pool would own it."""
+    """Allocate what the kernels share. Must come before any graph is recorded, or its pool would
+    own it.
+    """
     if device.type == "cuda" and linear_triton is not None:
         _workspace(torch.empty(0, device=device).device)
 

@@ -17,8 +17,10 @@ class Choice(NamedTuple):
     """Launch of a kernel in linear_triton.py.
 
     Attributes:
-        block_n: rows of w of a tile (with SwiGLU half of them gate, half up). block_k: inner elements of a tile.
-        split: parts that the inner dimension is cut into. stages: depth of the pipeline. warps: of a program.
+        block_n: rows of w of a tile (with SwiGLU half of them gate, half up). block_k: inner
+            elements of a tile.
+        split: parts that the inner dimension is cut into. stages: depth of the pipeline. warps: of
+            a program.
         fuse_norm: an RMS norm before the matrix is 0: a kernel of its own, 1: applied to x,
             2: applied to w.
         block_m: rows of x of a tile at most.

@@ -1,14 +1,16 @@
 """Triton kernels for matrices applied to few rows, with what comes before and after fused in.
 
-y = epilogue(prologue(x) @ w.T): the prologue may be an RMS norm, the epilogue a bias, SwiGLU or the residual sum. The
-norm costs nothing: its scale is one number a row, so it is applied to the dot product, and only its weight to x.
+y = epilogue(prologue(x) @ w.T): the prologue may be an RMS norm, the epilogue a bias, SwiGLU or the
+residual sum. The norm costs nothing: its scale is one number a row, so it is applied to the dot
+product, and only its weight to x.
 
-Two kernels. `gemv` (one row) multiplies on CUDA cores, each program whole rows of w. `skinny` (2 to 64 rows) uses
-tensor cores with w as the tall side of the product, and cuts the inner dimension into parts if the outer one gives too
-few programs; the last program of a tile to finish adds the parts up, always in the same order.
+Two kernels. `gemv` (one row) multiplies on CUDA cores, each program whole rows of w. `skinny` (2 to
+64 rows) uses tensor cores with w as the tall side of the product, and cuts the inner dimension into
+parts if the outer one gives too few programs; the last program of a tile to finish adds the parts
+up, always in the same order.
 
-With programmatic dependent launch the weights are on their way (registers, or the L2 cache) before the kernel waits
-for the one before it.
+With programmatic dependent launch the weights are on their way (registers, or the L2 cache) before
+the kernel waits for the one before it.
 
 Knows nothing of torch.library or of which kernel is best when. Importing it needs Triton.
 
@@ -17,7 +19,7 @@ Legend: M rows of x, N columns of y, K inner dimension.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -72,13 +74,12 @@ def run(
     workspace: Workspace,
     pdl: bool,
 ) -> None:
-    """y = residual + silu_mul(bias + norm(x) @ w.T); each of the four may be absent. All contiguous.
+    """y = residual + silu_mul(bias + norm(x) @ w.T); each of the four may be absent. All
+    contiguous.
 
     Args:
         w_NK: [N, K], or [2 N, K] if `act`: gate rows, then up rows.
     """
-    num_rows, inner = x_MK.shape
-    columns = y_MN.shape[1]
     operands = (
         x_MK,
         w_NK,
@@ -96,22 +97,39 @@ def run(
         "launch_pdl": pdl,
         "num_warps": tiles.warps,
     }
-    if num_rows == 1:
-        assert tiles.split == 1, tiles
-        _gemv_kernel[(triton.cdiv(columns, tiles.block_n),)](
-            *operands, eps, N=columns, K=inner, BN=tiles.block_n, BK=tiles.block_k, **flags
-        )
-        return
+    if x_MK.shape[0] == 1:
+        _launch_gemv(operands, eps, tiles, flags)
+    else:
+        _launch_skinny(operands, eps, tiles, flags, workspace)
+
+
+def _launch_gemv(
+    operands: tuple[Tensor, ...], eps: float, tiles: Choice, flags: dict[str, Any]
+) -> None:
+    columns, inner = operands[-1].shape[1], operands[0].shape[1]
+    assert tiles.split == 1, tiles
+    _gemv_kernel[(triton.cdiv(columns, tiles.block_n),)](
+        *operands, eps, N=columns, K=inner, BN=tiles.block_n, BK=tiles.block_k, **flags
+    )
+
+
+def _launch_skinny(
+    operands: tuple[Tensor, ...],
+    eps: float,
+    tiles: Choice,
+    flags: dict[str, Any],
+    workspace: Workspace,
+) -> None:
+    num_rows, inner = operands[0].shape
+    columns, act = operands[-1].shape[1], flags["ACT"]
     assert fits(num_rows, columns, act, tiles), (num_rows, columns, tiles)
     assert inner % (tiles.split * tiles.block_k) == 0, (inner, tiles)
-    tile_columns = tiles.block_n // 2 if act else tiles.block_n
     block_m = _block_m(num_rows, tiles)
-    _skinny_kernel[
-        (triton.cdiv(columns, tile_columns), tiles.split, triton.cdiv(num_rows, block_m))
-    ](
+    tile_columns = tiles.block_n // 2 if act else tiles.block_n
+    grid = (triton.cdiv(columns, tile_columns), tiles.split, triton.cdiv(num_rows, block_m))
+    _skinny_kernel[grid](
         *operands,
-        workspace.parts,
-        workspace.counters,
+        *workspace,
         eps,
         num_rows,
         N=columns,
@@ -128,6 +146,7 @@ def run(
     )
 
 
+# Prefetch weights before the wait; let the next kernel start only after the product.
 EXPERIMENT = [True, False]
 
 

@@ -1,7 +1,9 @@
-"""Triton kernels that turn the page table into what FlashInfer and XQA read: page lists, block tables.
+"""Triton kernels that turn the page table into what FlashInfer and XQA read: page lists, block
+tables.
 
-They find a row's pages on the device, so that no work on the host grows with a sequence. A row is a decode row if it
-has one token and that token's index is the row's: decode rows come first in a step.
+They find a row's pages on the device, so that no work on the host grows with a sequence. A row is a
+decode row if it has one token and that token's index is the row's: decode rows come first in a
+step.
 
 Knows nothing of torch.library or of plans. Importing it needs Triton.
 
@@ -30,10 +32,12 @@ def fill_page_lists(
     last_page_len: Tensor,
     qo_indptr: Tensor | None,
 ) -> None:
-    """FlashInfer's compressed page lists of the first len(last_page_len) rows, all int32, on the device.
+    """FlashInfer's compressed page lists of the first len(last_page_len) rows, all int32, on the
+    device.
 
     chunks False: decode rows have their pages, every other row has one page, page 0, of one token.
-    chunks True: decode rows have no pages, every other row has those of its context and its own tokens; qo_indptr
+    chunks True: decode rows have no pages, every other row has those of its context and its own
+        tokens; qo_indptr
     gets the rows' offsets.
     """
     num_rows = last_page_len.shape[0]
@@ -120,7 +124,9 @@ def fill_block_table(
     block_table_RP: Tensor,
     kv_lens_R: Tensor,
 ) -> None:
-    """XQA's block table and lengths of the first len(kv_lens_R) rows; rows that do not decode: length 1, page 0."""
+    """XQA's block table and lengths of the first len(kv_lens_R) rows; rows that do not decode:
+    length 1, page 0.
+    """
     _block_table_kernel[(kv_lens_R.shape[0],)](
         page_table_SP,
         row_slots_R,
@@ -186,7 +192,7 @@ def _copy_rows_kernel(source_ptr, lens_ptr, offsets_ptr, out_ptr, width, BLOCK: 
 
 
 def clear_padding(out_THD: Tensor, row_lens_R: Tensor) -> None:
-    """Zero the tokens of `out_THD` (contiguous) that belong to no row: those after the rows' sum."""
+    """Zero the tokens of `out_THD` (contiguous) of no row: those after the sum of the lengths."""
     num_tokens, heads, dim = out_THD.shape
     num_rows, block = row_lens_R.shape[0], 4
     _clear_padding_kernel[(triton.cdiv(num_tokens, block),)](

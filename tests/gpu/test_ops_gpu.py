@@ -1,4 +1,6 @@
-"""Every CUDA operator against its CPU reference in float32, on random rows: mixed, padded, windowed, replayed."""
+"""Every CUDA operator against its CPU reference in float32, on random rows: mixed, padded,
+windowed, replayed.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.attention_plan import AttentionPlanner, AttentionShape
+from engine.attention_plan import AttentionPlanner
+from engine.flashinfer_plan import AttentionShape
 from engine.scheduler.batch import Kind, ScheduledBatch
 from engine.step_inputs import Bucket, empty_batch, pack, views
 from models.inputs import StepInputs
@@ -94,7 +97,7 @@ def shape_of(heads: int, kv_heads: int, head_dim: int, window: int, world: World
 
 
 def attend(q: Tensor, world: World, inputs: StepInputs, window: int, kind: str) -> Tensor:
-    return paged_attention(
+    out: Tensor = paged_attention(
         q,
         world.cache,
         world.table,
@@ -106,17 +109,18 @@ def attend(q: Tensor, world: World, inputs: StepInputs, window: int, kind: str) 
         window,
         kind,
     )
+    return out
 
 
 def expected_attention(q: Tensor, world: World, inputs: StepInputs, window: int) -> Tensor:
-    rows = [
-        getattr(inputs, f"row_{name}_R").cpu() for name in ("slots", "starts", "lens", "offsets")
-    ]
     return reference_attention(
         q.float().cpu(),
         world.cache.float().cpu(),
         world.table.cpu(),
-        *rows,
+        inputs.row_slots_R.cpu(),
+        inputs.row_starts_R.cpu(),
+        inputs.row_lens_R.cpu(),
+        inputs.row_offsets_R.cpu(),
         q.shape[2] ** -0.5,
         window,
     )
@@ -220,7 +224,9 @@ def check_attention(
 
 @pytest.mark.parametrize("kernel", ["fa2", "xqa", "triton"])
 def test_replay_follows_lengths(kernel: str, buffer: Tensor) -> None:
-    """One captured graph serves every length: recorded empty, replayed while rows grow, leave and come."""
+    """One captured graph serves every length: recorded empty, replayed while rows grow, leave and
+    come.
+    """
     world = World.make(8, 128)
     bucket = decode_bucket(8)
     planner = AttentionPlanner(

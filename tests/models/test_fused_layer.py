@@ -78,18 +78,23 @@ def inputs_of(table: Tensor, rows: list[tuple[int, int, int]], padding: int) -> 
     offsets = [sum(lens[:i]) for i in range(len(lens))]
     none = torch.zeros(0, dtype=I32)
     return StepInputs(
-        column(ids, 0),
-        column(positions, 0),
-        column(slots, SLOTS),
-        column(kv, -1),
-        column([slot for slot, _, _ in rows], SLOTS),
-        column([start for _, start, _ in rows], 0),
-        column(lens, 0),
-        column(offsets, 0),
-        *[none] * 4,
-        torch.zeros(0, 6),
-        torch.zeros(0, 4, dtype=I32),
-        *[none] * 3,
+        token_ids_T=column(ids, 0),
+        positions_T=column(positions, 0),
+        token_slots_T=column(slots, SLOTS),
+        kv_slots_T=column(kv, -1),
+        row_slots_R=column([slot for slot, _, _ in rows], SLOTS),
+        row_starts_R=column([start for _, start, _ in rows], 0),
+        row_lens_R=column(lens, 0),
+        row_offsets_R=column(offsets, 0),
+        logit_tokens_L=none,
+        logit_slots_L=none,
+        logit_targets_L=none,
+        logit_positions_L=none,
+        sampling_floats_LF=torch.zeros(0, 6),
+        sampling_ints_LI=torch.zeros(0, 4, dtype=I32),
+        update_slots_U=none,
+        update_columns_U=none,
+        update_pages_U=none,
     )
 
 
