@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -13,17 +14,17 @@ from tests.models.harness import Chunks, Harness, load
 CHUNKS: tuple[Chunks, ...] = ({0: list(range(20)), 1: [262, 131, 7]}, {0: [3], 1: [9]})
 
 
-def run_rank(rank: int, size: int, folder: str) -> None:
-    """Compute the chunks with the others; save the logits of each step as <rank>.<step>.pt."""
+def run_rank(rank: int, size: int, store: str, folders: Sequence[str]) -> None:
+    """Compute the chunks on every checkpoint; save each step's logits as <rank>.<step>.pt."""
     torch.set_num_threads(1)
-    store = f"file://{Path(folder) / 'store'}"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
     try:
         assert dist.group.WORLD is not None
         tp = TensorParallel(rank, size, dist.group.WORLD.group_name)
-        harness = Harness(*load(Path(folder), tp=tp), tp=tp)
-        for step, chunks in enumerate(CHUNKS):
-            torch.save(harness.logits(chunks), Path(folder) / f"{rank}.{step}.pt")
+        for folder in map(Path, folders):
+            harness = Harness(*load(folder, tp=tp), tp=tp)
+            for step, chunks in enumerate(CHUNKS):
+                torch.save(harness.logits(chunks), folder / f"{rank}.{step}.pt")
         dist.barrier()  # a rank that leaves early can abort one that still talks
     finally:
         dist.destroy_process_group()
