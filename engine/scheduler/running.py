@@ -41,11 +41,6 @@ class RunningSet:
         self._requeue = requeue
         self._draining: list[RequestState] = []  # PREEMPTED or ENDED, and in flight
 
-    @property
-    def awaits_preempted(self) -> bool:
-        """Whether a preempted request still holds pages: they are short, and it comes first."""
-        return any(state.phase is Phase.PREEMPTED for state in self._draining)
-
     def start(self, state: RequestState, match: Match, estimated_pages: int) -> None:
         """Give a waiting request a slot and the cached prefix that it matched."""
         slot = self.tables.enter(state, estimated_pages)
@@ -88,7 +83,6 @@ class RunningSet:
             needy = [self._at(slot) for slot in slots[lacking].tolist()] + stuck
             granted = np.zeros(self._limits.max_running, np.bool_)
             granted[[state.slot for state in self._make_room(needy)]] = True
-            plan.blocked = True
             slots = tables.decode_slots()
             positions = tables.computed[slots]
             lacking = positions // self._limits.page_size >= tables.num_pages[slots]

@@ -229,9 +229,7 @@ class Scheduler:
         """Start requests from the queue, strictly in its order, while slot, step and pages have
         room; with `ahead_of` only those of a higher priority than that one.
         """
-        if plan.blocked or not len(self._queue) or not self.tables.num_free:
-            return
-        if self._running.awaits_preempted:
+        if not len(self._queue) or not self.tables.num_free:
             return
         self._queue.refresh(lambda state: self._match(state).num_pages, self.pages.cache.version)
         while self.tables.num_free and plan.tokens_left and plan.logits_left:
@@ -303,16 +301,15 @@ class Scheduler:
                 continue
             # This step writes its own tokens where the page table said before.
             before = starts.get(state.slot, int(self.tables.computed[state.slot]))
-            column, known = state.num_published, min(before, len(state.tokens))
-            pages = self.pages.publish(state, known, spare)
+            column = state.num_published
+            pages = self.pages.publish(state, before, spare)
             plan.add_columns(state.slot, column, pages)
             spare -= len(pages)
             if self._has_unpublished(state):
                 self._unpublished.append(state)
 
     def _has_unpublished(self, state: RequestState) -> bool:
-        known = min(int(self.tables.computed[state.slot]), len(state.tokens))
-        full = known // self.limits.page_size
+        full = int(self.tables.computed[state.slot]) // self.limits.page_size
         return self.limits.prefix_cache and state.num_published < full
 
     def _advance(self, plan: StepPlan, batch: ScheduledBatch) -> None:

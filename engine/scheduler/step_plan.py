@@ -53,7 +53,6 @@ class StepPlan:
 
     Attributes:
         decode_slots / decode_positions: int32 [rows], in row order.
-        blocked: pages ran out, so nothing new starts in this step.
     """
 
     limits: SchedulerLimits
@@ -62,7 +61,6 @@ class StepPlan:
     decode_positions: I32 = field(default_factory=lambda: _NONE)
     chunks: list[Chunk] = field(default_factory=list)
     admissions: list[SlotAdmission] = field(default_factory=list)
-    blocked: bool = False
     tokens_left: int = 0
     logits_left: int = 0
     updates_left: int = 0

@@ -200,17 +200,6 @@ def test_logit_rows_of_a_scored_prompt_leave_none_for_the_next_request() -> None
     simulation.check_outputs()
 
 
-def test_a_prompt_stops_one_short_when_its_logit_row_is_missing() -> None:
-    limits = make_limits(max_running=3, max_logit_rows=3, max_step_tokens=8)
-    simulation = Simulation(limits)
-    simulation.add(EngineRequest(0, prompt(4, first=9), 1))
-    simulation.step()
-    simulation.add(ask(1, 10, 2, first=3))
-    simulation.add(EngineRequest(2, prompt(30), 3, prompt_logprobs=1))
-    simulation.run()
-    simulation.check_outputs()
-
-
 # Sampling rows.
 
 
@@ -417,14 +406,18 @@ def test_the_youngest_is_preempted_and_finishes_later(overlap: bool) -> None:
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_no_more_are_preempted_than_needed(overlap: bool) -> None:
-    simulation = crowded(overlap)
-    for request_id in (1, 2, 3):
-        simulation.add(ask(request_id, 4, 28, first=request_id))
+    limits = make_limits(
+        num_pages=9, max_model_len=32, max_running=3, output_estimate=0.0, overlap=overlap
+    )
+    simulation = Simulation(limits)
+    # 2, 3 and 3 pages of 4; the first is the first to need another.
+    for request_id, length in ((1, 7), (2, 9), (3, 9)):
+        simulation.add(ask(request_id, length, 20, first=request_id))
     step_until_preempted(simulation)
-    for _ in range(3):
-        simulation.step()
     assert simulation.scheduler.stats().preemptions == 1
     assert simulation.scheduler.stats().running == 2
+    simulation.run()
+    simulation.check_outputs()
 
 
 def test_nothing_starts_in_the_step_that_preempts() -> None:
@@ -441,10 +434,13 @@ def test_nothing_starts_in_the_step_that_preempts() -> None:
     assert before > 0
 
 
-def test_the_youngest_waits_for_a_page_rather_than_giving_its_own_up() -> None:
-    simulation = crowded(overlap=False, max_step_tokens=4)
-    simulation.add(ask(1, 4, 12, first=1))
-    simulation.add(ask(2, 17, 2, first=2))
+@pytest.mark.parametrize("overlap", [True, False])
+def test_the_youngest_waits_for_a_page_rather_than_giving_its_own_up(overlap: bool) -> None:
+    limits = make_limits(num_pages=9, max_model_len=32, output_estimate=0.0, overlap=overlap)
+    simulation = Simulation(limits)
+    # 5 and 3 pages of 4: the first ends within its pages, the second needs one at once.
+    simulation.add(ask(1, 18, 3, first=1))
+    simulation.add(ask(2, 12, 9, first=2))
     simulation.run()
     simulation.check_outputs()
     assert simulation.scheduler.stats().preemptions == 0
@@ -464,14 +460,31 @@ def test_lowest_priority_is_preempted_first() -> None:
     simulation.check_outputs()
 
 
-def test_an_older_prompt_takes_the_pages_of_a_younger_decode() -> None:
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_more_senior_prompt_takes_the_pages_of_a_decode_row(overlap: bool) -> None:
     limits = make_limits(
         page_size=1, num_pages=33, max_model_len=32, max_running=2, max_step_tokens=4,
-        output_estimate=0.0, overlap=False, max_page_updates=4,
+        output_estimate=0.0, overlap=overlap, policy="priority",
     )  # fmt: skip
     simulation = Simulation(limits)
-    simulation.add(ask(1, 28, 2, first=1))
-    simulation.add(ask(2, 3, 20, first=2))
+    simulation.add(EngineRequest(1, prompt(4, 2), 28, priority=5))
+    for _ in range(4):
+        simulation.step()
+    # It fits now; while its chunks are computed the other one grows.
+    simulation.add(EngineRequest(2, prompt(24, 3), 2, priority=0))
+    simulation.run()
+    simulation.check_outputs()
+    assert simulation.scheduler.stats().preemptions == 1
+
+
+def test_without_a_logit_row_a_prompt_stops_one_token_short() -> None:
+    limits = make_limits(max_running=2, max_logit_rows=2, max_step_tokens=8, policy="priority")
+    simulation = Simulation(limits)
+    simulation.add(EngineRequest(1, prompt(12), 2, priority=1))
+    simulation.step()
+    simulation.add(EngineRequest(2, prompt(10, 3), 2, prompt_logprobs=0, priority=0))
+    shapes = [next_batch(simulation).row_lens.tolist() for _ in range(3)]
+    assert shapes == [[2, 3], [2], [2]]
     simulation.run()
     simulation.check_outputs()
 
