@@ -79,8 +79,12 @@ async def disconnect(t: Target) -> None:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(t.post("/v1/completions", body), 0.05)
 
-    await asyncio.gather(*map(leave, range(int(200 * t.scale))))
+    count = int(200 * t.scale)
+    await asyncio.gather(*map(leave, range(count)))
+    before = await t.steps()
     await t.quiet()
+    # "Within two steps" of the news of it; the news takes a while. To the end it would be thousands.
+    assert await t.steps() - before < 50
     assert (await t.complete(max_tokens=3, ignore_eos=True)).reasons == ["length"]
 
 

@@ -82,7 +82,7 @@ class FakeEngine:
 
     Attributes:
         steps: done so far.
-        aborted: ids in the order they were aborted.
+        aborted: ids in the order they were aborted; aborted_at: and at which step.
         seen: every request, by id.
     """
 
@@ -93,6 +93,7 @@ class FakeEngine:
         self.running: list[Running] = []
         self.steps = 0
         self.aborted: list[int] = []
+        self.aborted_at: dict[int, int] = {}
         self.seen: dict[int, EngineRequest] = {}
 
     @property
@@ -118,6 +119,7 @@ class FakeEngine:
         elif isinstance(message, Abort):
             gone = set(message.request_ids)
             self.aborted += message.request_ids
+            self.aborted_at |= dict.fromkeys(message.request_ids, self.steps)
             self.waiting = [r for r in self.waiting if r.request.request_id not in gone]
             self.running = [r for r in self.running if r.request.request_id not in gone]
         elif isinstance(message, StatsQuery):

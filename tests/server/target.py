@@ -150,10 +150,15 @@ class Target:
             assert (error["param"] or "").split(".")[0] == name, (value, error)
 
     async def gauges(self) -> dict[str, float]:
-        """The engine's gauges out of /metrics, by name without prefix."""
+        """The engine's numbers out of /metrics, by name without prefix."""
         text = (await self.http.get("/metrics")).text
         found = re.findall(r"^fullgraph_engine_(\w+) (\S+)$", text, re.MULTILINE)
         return {name: float(value) for name, value in found}
+
+    async def steps(self) -> float:
+        """Done by the engine so far."""
+        gauges = await self.gauges()
+        return gauges["steps_decode_total"] + gauges["steps_extend_total"]
 
     async def quiet(self, timeout_s: float = 10.0) -> dict[str, float]:
         """Wait until nothing runs or waits; every page is free or cached then."""

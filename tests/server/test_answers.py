@@ -359,8 +359,12 @@ def test_a_finished_choice_is_not_aborted_and_a_stopped_one_is() -> None:
         await t.complete(prompt="say:abc", stop="b", max_tokens=100)
         await t.complete(prompt="x", max_tokens=3)
         assert transport.engine.aborted in ([], [2])  # [] if it had ended by then
-        long = await t.complete(prompt="say:" + "ab" * 60, stop="ba", max_tokens=130)
-        assert long.texts == ["a"]
+        transport.limits.step_s, begin = 0.002, transport.engine.steps
+        prompts = ["say:" + "ab" * 60, "say:" + "c" * 100]
+        both = await t.complete(prompt=prompts, stop="ba", max_tokens=130)
+        assert both.texts == ["a", "c" * 100]
+        (aborted,) = transport.engine.aborted[-1:]
+        assert transport.engine.aborted_at[aborted] - begin < 50, "not before the other one ended"
         await t.quiet()
 
     with serving(transport=transport) as target:
