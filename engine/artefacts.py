@@ -7,8 +7,12 @@ Loads no weights and compiles nothing.
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import logging
+import os
+import shutil
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,10 +20,12 @@ import torch
 
 from compile_cache import (
     Fingerprint,
+    Session,
     Store,
     compile_config,
     flatten,
     machine_parts,
+    settle_vector_isa,
     source_digest,
 )
 from engine.config import EngineConfig
@@ -32,7 +38,8 @@ from models.errors import ModelError as ModelsError
 logger = logging.getLogger(__name__)
 
 # Besides models/: what decides how the step is traced, compiled and recorded.
-_ENGINE_SOURCES = ("graph_programs", "graph_runner", "step_compiler", "step_inputs")
+_VECTOR_ISA = "vector_isa"
+_ENGINE_SOURCES = ("compiled", "graph_programs", "graph_runner", "step_compiler", "step_inputs")
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,3 +95,22 @@ def fingerprint_of(prepared: Prepared) -> Fingerprint:
             "source": source_digest(sources),
         }
     )
+
+
+def open_cache(prepared: Prepared) -> Session:
+    """The entry of this start, opened, and torch's own caches pointed into it.
+
+    Must come before anything is compiled in this process. With `compile.cache: false` the entry is
+    in a temporary folder and goes with the process.
+    """
+    config = prepared.config
+    store = store_of(config)
+    if not config.compile.cache:
+        folder = tempfile.mkdtemp(prefix="fullgraph-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        store = Store(Path(folder), logger.warning)
+    session = store.open(fingerprint_of(prepared))
+    os.environ.update(session.environment())
+    if config.device == "cpu" and config.compile.backend == "inductor":
+        session.note(_VECTOR_ISA, settle_vector_isa(session.manifest.notes.get(_VECTOR_ISA)))
+    return session

@@ -9,6 +9,7 @@ nothing of text, sockets or processes.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,7 +20,11 @@ from engine.output_processor import OutputProcessor
 from engine.request import EngineRequest, RequestFailed, Stats, StepOutput
 from engine.scheduler.batch import ScheduledBatch
 from engine.scheduler.scheduler import Scheduler
+from engine.scheduler.slots import may_need_full
 from engine.worker import Worker
+
+# How often to look whether the graphs are there that every open request waits for.
+_HELD_POLL_S = 0.005
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,32 +48,47 @@ class EngineCore:
         self._overlap = overlap
         self._outputs = OutputProcessor(scheduler)
         self._in_flight: _InFlight | None = None
+        self._held: list[EngineRequest] = []
 
     @property
     def has_work(self) -> bool:
         """A request is waiting or running, or a step's result is still to come."""
-        return self._in_flight is not None or self.scheduler.has_work
+        return self._in_flight is not None or self.scheduler.has_work or bool(self._held)
 
     def add(self, requests: Sequence[EngineRequest]) -> list[RequestFailed]:
         """Queue requests; those that can never run come back as failures."""
-        failures = (self.scheduler.add(request) for request in requests)
-        return [failure for failure in failures if failure is not None]
+        self._held.extend(requests)
+        return self._release()
 
     def abort(self, request_ids: Sequence[int]) -> None:
         """Drop requests, running or waiting; unknown ids are ignored."""
+        ids = set(request_ids)
+        self._held = [request for request in self._held if request.request_id not in ids]
         self.scheduler.abort(request_ids)
 
     def step(self) -> tuple[StepOutput | None, list[RequestFailed]]:
         """One turn of the loop: the output of the step before (of this one without overlap), and
         failed requests.
         """
+        refused = self._release() if self._held else []
         before = self._in_flight
         self._in_flight = self._launch()
         if not self._overlap:
             before, self._in_flight = self._in_flight, None
         if before is None:
-            return None, self.scheduler.take_failed()
-        return self._outputs.process(before.batch, before.pending.wait())
+            if self._held and self._in_flight is None:
+                time.sleep(_HELD_POLL_S)  # graphs are still being compiled
+            return None, refused + self.scheduler.take_failed()
+        output, failed = self._outputs.process(before.batch, before.pending.wait())
+        return output, refused + failed
+
+    def _release(self) -> list[RequestFailed]:
+        """Hand requests to the scheduler, but for those whose graphs are still being compiled."""
+        ready = self.worker.is_ready("full")
+        released = [r for r in self._held if ready or not may_need_full(r)]
+        self._held = [r for r in self._held if not ready and may_need_full(r)]
+        failures = (self.scheduler.add(request) for request in released)
+        return [failure for failure in failures if failure is not None]
 
     def _launch(self) -> _InFlight | None:
         batch = self.scheduler.schedule()
@@ -87,8 +107,10 @@ class EngineCore:
             except AssertionError as error:
                 broken = str(error) or "integrity check failed"
         counters = self.worker.counters
+        stats = self.scheduler.stats()
         return msgspec.structs.replace(
-            self.scheduler.stats(),
+            stats,
+            waiting=stats.waiting + len(self._held),
             eager_steps=counters.eager_steps,
             recompiles=counters.recompiles,
             integrity=broken,

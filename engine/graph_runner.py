@@ -10,6 +10,7 @@ runs. Knows nothing of requests, schedulers or weights on disk.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.compiled import CompileLog
 from engine.graph_programs import Counters, Program, StepTensors
 from engine.scheduler.batch import I32, Kind, ScheduledBatch, SlotAdmission, StepResult, Variant
 from engine.step_inputs import Bucket, empty_batch, pack, views
@@ -86,6 +88,7 @@ class GraphRunner:
         device: where the tensors are.
         planner: attention's host work, or None.
         is_graph: the programs replay compiled graphs (False for `compile.backend: eager`).
+        log: of what the programs compile.
     """
 
     def __init__(
@@ -96,7 +99,7 @@ class GraphRunner:
         device: torch.device,
         planner: Planner | None,
         is_graph: bool,
-        dynamic: bool,
+        log: CompileLog,
     ) -> None:
         self.counters = Counters()
         self._programs = programs
@@ -104,6 +107,7 @@ class GraphRunner:
         self._device = device
         self._planner = planner
         self._is_graph = is_graph
+        self.log = log
         self._buckets: dict[Kind, list[Bucket]] = {"decode": [], "extend": []}
         for bucket in buckets:
             self._buckets[bucket.kind].append(bucket)
@@ -112,6 +116,8 @@ class GraphRunner:
         self._host = [torch.zeros(length, dtype=torch.int32, pin_memory=cuda) for _ in range(2)]
         self._turn = 0
         self._ready: set[tuple[Bucket, Variant]] = set()
+        self._warm_variants: set[Variant] = set()
+        self._closed = False
         if cuda:
             self._buffer = torch.zeros(length, dtype=torch.int32, device=device)
             self._inputs = [{b: views(self._buffer, b) for b in buckets}] * 2
@@ -121,9 +127,6 @@ class GraphRunner:
             self._inputs = [{b: views(host, b) for b in buckets} for host in self._host]
             # One thread runs every step: compiled state and OpenMP pools belong to a thread.
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="step")
-        for inputs in self._inputs[: 1 if cuda else 2]:
-            for bucket, step_inputs in inputs.items():
-                _mark(bucket, step_inputs, static=cuda, dynamic=dynamic)
 
     def bucket_for(self, batch: ScheduledBatch) -> Bucket:
         """The smallest bucket that holds the batch."""
@@ -148,13 +151,44 @@ class GraphRunner:
         for kind, variant in jobs:
             for bucket in _warm_order(self._buckets[kind]):
                 progress(f"{kind} {bucket.num_tokens} {variant}", done, total)
-                self._on_step_thread(self._warm_one, bucket, variant)
+                inputs = self._inputs[0][bucket]
+                self._on_step_thread(self._warm_one, bucket, variant, self._host[0], inputs)
                 done += 1
         progress("", total, total)
         self.counters.start()
 
+    def warm_in_background(self, variants: Sequence[Variant], done: Callable[[], object]) -> None:
+        """Warm further variants while steps of the others run; `is_ready` says when they may come.
+
+        CPU only: a GPU records its graphs with nothing else going on. Padded steps touch no page
+        and no slot but the dummies, so that they can run beside real ones.
+
+        Args:
+            variants: those that `warm` left out.
+            done: called in the background thread at the end.
+        """
+        assert self._device.type == "cpu"
+
+        def warm() -> None:
+            host = torch.zeros_like(self._host[0])
+            for variant in variants:
+                for bucket in (b for k in self._buckets for b in _warm_order(self._buckets[k])):
+                    if self._closed:
+                        return
+                    self._warm_one(bucket, variant, host, views(host, bucket))
+            self.forbid_recompiles()
+            done()
+
+        self._background = threading.Thread(target=warm, name="warm", daemon=True)
+        self._background.start()
+
+    def is_ready(self, variant: Variant) -> bool:
+        """Whether every bucket of the variant is warm."""
+        return variant in self._warm_variants
+
     def forbid_recompiles(self) -> None:
         """From now on a shape that was not warmed is an error instead of a silent compile."""
+        self.log.freeze()
         if self._is_graph:
             torch.compiler.set_stance("fail_on_recompile")
 
@@ -171,6 +205,7 @@ class GraphRunner:
 
     def close(self) -> None:
         """Free the graphs (before any process group) and stop the worker thread."""
+        self._closed = True
         if self._is_graph:  # the stance is the process's: another runner may want to compile
             torch.compiler.set_stance("default")
         if self._planner is not None:
@@ -188,15 +223,17 @@ class GraphRunner:
         return self._thread.submit(function, *args).result()
 
     @torch.no_grad()
-    def _warm_one(self, bucket: Bucket, variant: Variant) -> None:
+    def _warm_one(self, bucket: Bucket, variant: Variant, host: Tensor, inputs: StepInputs) -> None:
         batch = empty_batch(bucket)
-        pack(batch, bucket, self._host[0].numpy())
+        pack(batch, bucket, host.numpy())
         if self._device.type == "cuda":
-            self._buffer.copy_(self._host[0])
+            self._buffer.copy_(host)
         if self._planner is not None:
             self._planner.plan(bucket, batch)
-        self._programs[bucket.kind, variant].warm(bucket, self._inputs[0][bucket])
+        self._programs[bucket.kind, variant].warm(bucket, inputs)
         self._ready.add((bucket, variant))
+        if all((b, variant) in self._ready for kind in self._buckets.values() for b in kind):
+            self._warm_variants.add(variant)
 
     @torch.no_grad()
     def _run_cpu(self, bucket: Bucket, batch: ScheduledBatch, turn: int) -> StepResult:
@@ -239,20 +276,6 @@ class GraphRunner:
                 a.bias_values,
                 a.stop_ids,
             )
-
-
-def _mark(bucket: Bucket, inputs: StepInputs, *, static: bool, dynamic: bool) -> None:
-    """Tell Dynamo which input dims vary from bucket to bucket and which addresses never change."""
-    sizes_that_vary = ("T", "R", "L", "U") if bucket.kind == "decode" else ("T",)
-    for name, tensor in zip(inputs._fields, inputs, strict=True):
-        if static:
-            torch._dynamo.mark_static_address(tensor, guard=False)
-        # A dim of size 1 is always specialised by torch: batch 1 gets a compile of its own.
-        varies = any(
-            name.endswith(("_" + s, "_" + s + "F", "_" + s + "I")) for s in sizes_that_vary
-        )
-        if dynamic and varies and tensor.shape[0] > 1:
-            torch._dynamo.mark_dynamic(tensor, 0)
 
 
 def _warm_order(buckets: Sequence[Bucket]) -> list[Bucket]:

@@ -13,19 +13,18 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
+from compile_cache import Session
+from engine.artefacts import open_cache, prepare
 from engine.config import EngineConfig
 from engine.engine_core import EngineCore
 from engine.errors import ModelError
 from engine.limits import scheduler_limits
-from engine.resolve import ResolvedConfig, resolve, settings_of
+from engine.resolve import ResolvedConfig, settings_of
 from engine.scheduler.scheduler import Scheduler
 from engine.worker import ProgressCallback, Worker
 from models.config import ModelConfig
 from models.errors import ModelError as ModelsError
 from models.inputs import TensorParallel
-from models.weights import resolve_checkpoint
 
 # A file to which the seconds of each phase of the start are written, for bench/startup.py.
 STARTUP_JSON = "FULLGRAPH_STARTUP_JSON"
@@ -44,6 +43,7 @@ class Engine:
 
     core: EngineCore
     worker: Worker
+    cache: Session
     config: ResolvedConfig
     model: ModelConfig
     num_pages: int
@@ -52,6 +52,7 @@ class Engine:
     def close(self) -> None:
         """Free graphs, threads and memory."""
         self.worker.close()
+        self.cache.close()
 
 
 def start_engine(config: EngineConfig, progress: ProgressCallback) -> Engine:
@@ -67,36 +68,21 @@ def start_engine(config: EngineConfig, progress: ProgressCallback) -> Engine:
     """
     begin = time.perf_counter()
     progress("checkpoint", 0, 1, str(config.model.path))
+    prepared = prepare(config)
+    resolved, model = prepared.config, prepared.model
+    cache = open_cache(prepared)
     try:
-        checkpoint = resolve_checkpoint(
-            config.model.path, config.model.revision, config.model.offline, config.model.load
-        )
-        model = ModelConfig.from_hf(checkpoint.config)
+        worker = Worker(resolved, model, prepared.checkpoint, TensorParallel(), cache, progress)
     except ModelsError as error:
         raise ModelError(str(error)) from error
-    resolved = resolve(
-        config,
-        max_position=model.max_position,
-        checkpoint_dtype=model.dtype,
-        cuda=torch.cuda.is_available(),
-        capability=_capability(),
-    )
-    try:
-        worker = Worker(resolved, model, checkpoint, TensorParallel(), progress)
-    except ModelsError as error:
-        raise ModelError(str(error)) from error
-    worker.warm()
+    worker.warm(cache.seal)
     num_pages = worker.capacity.num_pages
     scheduler = Scheduler(scheduler_limits(resolved, num_pages, model.vocab_size))
     core = EngineCore(scheduler, worker, overlap=resolved.scheduler.overlap)
     _write_phases(worker, time.perf_counter() - begin)
     settings = settings_of(config, resolved)
     settings["kv.num_pages"] = str(num_pages - 1)
-    return Engine(core, worker, resolved, model, num_pages - 1, settings)
-
-
-def _capability() -> tuple[int, int] | None:
-    return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+    return Engine(core, worker, cache, resolved, model, num_pages - 1, settings)
 
 
 def _write_phases(worker: Worker, total: float) -> None:

@@ -1,22 +1,25 @@
-"""Which buckets there are, and how torch.compile is asked for each kind and variant.
+"""Which buckets there are, and how each kind and variant of the step is compiled and recorded.
 
-Knows torch.compile's settings; knows nothing of batches, buffers or what a step computes.
+Knows the configuration's compile section; knows nothing of batches, buffers or what a step
+computes.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from compile_cache import Session
 from engine.attention_plan import AttentionPlanner, build_planner
+from engine.compiled import CompiledFunction, CompileLog, CompileSettings
 from engine.graph_programs import (
     CompiledProgram,
     EagerProgram,
     ManualProgram,
     Program,
-    StepFunction,
     StepTensors,
     TreesProgram,
 )
@@ -31,9 +34,9 @@ from models.ops import linear
 from models.sharding import local_heads
 from models.step import make_step
 
+logger = logging.getLogger(__name__)
+
 KINDS: tuple[Kind, ...] = ("decode", "extend")
-# Past this many compiles of one function torch would run it eagerly, with one warning.
-_COMPILES_PER_FUNCTION = 512
 
 
 def make_buckets(config: ResolvedConfig) -> list[Bucket]:
@@ -51,26 +54,23 @@ def build_runner(
     tp: TensorParallel,
     tensors: StepTensors,
     device: torch.device,
+    session: Session,
 ) -> GraphRunner:
     """A runner with a program per kind and variant, nothing compiled yet."""
     buckets = make_buckets(config)
     cuda = device.type == "cuda"
-    _configure_torch(config, tensors, device)
+    if cuda:
+        torch._inductor.config.triton.cudagraph_dynamic_shape_warn_limit = None
     linear.prepare(device)
-    pool = torch.cuda.graph_pool_handle() if cuda else None
-    programs = {
-        (kind, variant): _program(config, model, tp, tensors, device, kind, variant, pool)
-        for variant in VARIANTS
-        for kind in KINDS
-    }
+    builder = _ProgramBuilder(config, model, tp, tensors, device, session)
     return GraphRunner(
-        programs,
+        {(kind, variant): builder.build(kind, variant) for variant in VARIANTS for kind in KINDS},
         tensors,
         buckets,
         device,
         planner=_planner(config, model, tp, tensors, buckets) if cuda else None,
-        is_graph=config.compile.backend != "eager",
-        dynamic=config.compile.dynamic,
+        is_graph=builder.compiles,
+        log=builder.log,
     )
 
 
@@ -94,79 +94,65 @@ def _planner(
     )
 
 
-def _program(
-    config: ResolvedConfig,
-    model: ModelConfig,
-    tp: TensorParallel,
-    tensors: StepTensors,
-    device: torch.device,
-    kind: Kind,
-    variant: Variant,
-    pool: Any,
-) -> Program:
-    compiled = config.compile.backend != "eager"
-    by_layer = compiled and config.compile.unit == "layer"
-    options = _compile_options(config, device)
+class _ProgramBuilder:
+    """Makes the programs of one configuration; they share a graph pool and a log."""
 
-    def compile_piece(function: Callable[..., Any]) -> Callable[..., Any]:
-        if not by_layer:
-            return function
-        compiled_piece = torch.compile(function, fullgraph=True, **options)
-        return _with_dynamic_rows(compiled_piece) if config.compile.dynamic else compiled_piece
+    def __init__(
+        self,
+        config: ResolvedConfig,
+        model: ModelConfig,
+        tp: TensorParallel,
+        tensors: StepTensors,
+        device: torch.device,
+        session: Session,
+    ) -> None:
+        self._config, self._model, self._tp = config, model, tp
+        self._tensors, self._device = tensors, device
+        cuda = device.type == "cuda"
+        self.compiles = config.compile.backend != "eager"
+        self._by_layer = self.compiles and config.compile.unit == "layer"
+        self._trees = cuda and self.compiles and config.compile.cudagraphs == "trees"
+        self._pool = torch.cuda.graph_pool_handle() if cuda else None
+        self.log = CompileLog()
+        self._functions: dict[str, CompiledFunction] = {}
+        self._settings = CompileSettings(
+            session,
+            cudagraphs=self._trees and not self._by_layer,
+            static=cuda,
+            dynamic=config.compile.dynamic,
+            options={"coordinate_descent_tuning": True} if config.compile.autotune else {},
+            warn=logger.warning,
+        )
 
-    step: StepFunction = make_step(
-        model,
-        tp,
-        variant,
-        kind,
-        config.sampling.max_logprobs,
-        compile_piece,
-        linear.decode_kernels(device, config.compile.skinny_gemm),
-    )
-    if not compiled:
-        return EagerProgram(step, tensors)
-    trees = device.type == "cuda" and config.compile.cudagraphs == "trees"
-    if not by_layer:
-        mode = {"mode": "reduce-overhead"} if trees else options
-        step = torch.compile(step, fullgraph=True, **mode)
-    if device.type == "cpu":
-        return CompiledProgram(step, tensors)
-    return TreesProgram(step, tensors) if trees else ManualProgram(step, tensors, pool)
+    def build(self, kind: Kind, variant: Variant) -> Program:
+        """The program of one kind and variant."""
 
+        def compile_piece(function: Callable[..., Any]) -> Callable[..., Any]:
+            return self._compiled(function, kind) if self._by_layer else function
 
-def _with_dynamic_rows(piece: Callable[..., Any]) -> Callable[..., Any]:
-    """The piece, with the first dim of its tensor arguments symbolic from the first call on.
+        config = self._config
+        step = make_step(
+            self._model,
+            self._tp,
+            variant,
+            kind,
+            config.sampling.max_logprobs,
+            compile_piece,
+            linear.decode_kernels(self._device, config.compile.skinny_gemm),
+        )
+        if not self.compiles:
+            return EagerProgram(step, self._tensors)
+        if not self._by_layer:
+            step = self._compiled(step, kind)
+        if self._device.type == "cpu":
+            return CompiledProgram(step, self._tensors)
+        if self._trees and not self._by_layer:
+            return TreesProgram(step, self._tensors)
+        return ManualProgram(step, self._tensors, self._pool)
 
-    Between pieces stand new tensors: torch would take their size for a constant until a second one
-    comes, and compile each piece twice. The pages of a layer's cache become symbolic, too, so that
-    their number does not decide whether a compiled piece is found again.
-    """
-
-    def call(*args: Any) -> Any:
-        for arg in args:
-            if isinstance(arg, torch.Tensor) and arg.shape[0] > 1:
-                torch._dynamo.maybe_mark_dynamic(arg, 0)
-        return piece(*args)
-
-    return call
-
-
-def _compile_options(config: ResolvedConfig, device: torch.device) -> dict[str, Any]:
-    options: dict[str, Any] = {}
-    if device.type == "cuda" and config.compile.autotune:
-        options["coordinate_descent_tuning"] = True
-    return {"options": options} if options else {}
-
-
-def _configure_torch(config: ResolvedConfig, tensors: StepTensors, device: torch.device) -> None:
-    torch._dynamo.config.recompile_limit = _COMPILES_PER_FUNCTION
-    torch._dynamo.config.accumulated_recompile_limit = 4 * _COMPILES_PER_FUNCTION
-    if device.type != "cuda" or config.compile.backend == "eager":
-        return
-    torch._inductor.config.triton.cudagraph_dynamic_shape_warn_limit = None
-    # A whole step's weights never change: guarded, they are constants of its graph and cost nothing
-    # per call. A layer's compile serves all layers, so there they must stay arguments.
-    guard = config.compile.unit == "step"
-    for tensor in torch.utils._pytree.tree_leaves(tuple(vars(tensors).values())):
-        if isinstance(tensor, torch.Tensor):
-            torch._dynamo.mark_static_address(tensor, guard=guard)
+    def _compiled(self, function: Callable[..., Any], kind: Kind) -> CompiledFunction:
+        """The function, compiled; variants share what has the same name."""
+        name = f"{kind}-{function.__name__}"
+        if name not in self._functions:
+            self._functions[name] = CompiledFunction(function, name, kind, self._settings, self.log)
+        return self._functions[name]

@@ -18,12 +18,13 @@ from typing import Any
 
 import torch
 
+from compile_cache import Session
 from engine.errors import ConfigError
 from engine.graph_programs import StepTensors
 from engine.graph_runner import GraphRunner, Pending
 from engine.memory import kv_page_bytes, num_kv_pages
 from engine.resolve import ResolvedConfig
-from engine.scheduler.batch import ScheduledBatch
+from engine.scheduler.batch import ScheduledBatch, Variant
 from engine.step_compiler import build_runner
 from models.config import ModelConfig
 from models.inputs import KVCache, StepState, TensorParallel
@@ -56,6 +57,7 @@ class Worker:
         model: from the checkpoint's config.json.
         checkpoint: where the weights are.
         tp: this rank's place.
+        cache: the opened entry of the compile cache.
         progress: called with (phase, done, total, text).
 
     Raises:
@@ -68,6 +70,7 @@ class Worker:
         model: ModelConfig,
         checkpoint: Checkpoint,
         tp: TensorParallel,
+        cache: Session,
         progress: ProgressCallback,
     ) -> None:
         self._config = config
@@ -101,12 +104,30 @@ class Worker:
         kv_cache = self._kv_cache(model, tp, num_pages, dtype)
         tensors = StepTensors(params, kv_cache, state, sampling_state)
         self.capacity = Capacity(num_pages, page_bytes, self._phases)
-        self._runner: GraphRunner = build_runner(config, model, tp, tensors, self.device)
+        self._runner: GraphRunner = build_runner(config, model, tp, tensors, self.device, cache)
 
-    def warm(self) -> None:
-        """Compile and record every graph; after this nothing compiles any more."""
-        self._timed("graphs", lambda: self._runner.warm(self._warm_progress))
-        self._runner.forbid_recompiles()
+    def warm(self, sealed: Callable[[], object]) -> None:
+        """Compile and record the graphs; nothing is compiled while serving.
+
+        On a CPU the `full` variant is left to a background thread, for the first request seldom
+        needs it.
+
+        Args:
+            sealed: keeps what was compiled; called whenever nothing is being compiled.
+        """
+        runner = self._runner
+        if self.device.type == "cpu":
+            self._timed("graphs", lambda: runner.warm(self._warm_progress, ["plain"]))
+            sealed()
+            runner.warm_in_background(["full"], sealed)
+        else:
+            self._timed("graphs", lambda: runner.warm(self._warm_progress))
+            runner.forbid_recompiles()
+            sealed()
+
+    def is_ready(self, variant: Variant) -> bool:
+        """Whether steps of the variant can be launched."""
+        return self._runner.is_ready(variant)
 
     @property
     def counters(self) -> Any:

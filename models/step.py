@@ -71,6 +71,7 @@ def make_step(
         logits_LV = lm_logits(model, tp, params, x_TE, residual_TE, inputs)
         return sample(variant, logits_LV, inputs, state, sampling_state, grammar_LW, max_logprobs)
 
+    head.__name__ += f"_{variant}"
     head_piece = compile_piece(head)
 
     def step(
@@ -87,4 +88,5 @@ def make_step(
         )
         return outputs
 
+    step.__name__ += f"_{variant}"
     return step

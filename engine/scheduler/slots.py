@@ -45,6 +45,19 @@ class Phase(IntEnum):
     ENDED = 3
 
 
+def needs_full(request: EngineRequest) -> bool:
+    """Whether every step of the request takes the `full` variant."""
+    penalised = request.frequency_penalty != 0 or request.presence_penalty != 0
+    penalised |= request.repetition_penalty != 1
+    scored = request.logprobs >= 0 or request.prompt_logprobs >= 0
+    return bool(request.logit_bias) or penalised or scored
+
+
+def may_need_full(request: EngineRequest) -> bool:
+    """Whether some step of the request takes the `full` variant."""
+    return needs_full(request) or request.min_tokens > 0
+
+
 @dataclass(slots=True, eq=False)
 class RequestState:
     """One request from add() to its end.
@@ -82,10 +95,7 @@ class RequestState:
     needs_full: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        request = self.request
-        self.needs_full = bool(request.logit_bias) or request.prompt_logprobs >= 0
-        self.needs_full |= request.frequency_penalty != 0 or request.presence_penalty != 0
-        self.needs_full |= request.repetition_penalty != 1 or request.logprobs >= 0
+        self.needs_full = needs_full(self.request)
 
     @property
     def num_prompt(self) -> int:
