@@ -51,14 +51,18 @@ class OutputProcessor:
         slots, ids, targets = batch.logit_slots, result.token_ids, batch.logit_targets
         if len(ids) and ids.min() < 0:
             failed += self._fail(batch, ids)
-        drawn = targets == DRAW
-        self._store(slots[drawn], batch.logit_positions[drawn], ids[drawn])
         alive = tables.alive[slots]
-        # Scores first: a draw can end the request and give its slot away.
-        scores = self._scores(batch, result, np.flatnonzero((targets >= 0) & alive))
-        output = self._draws(batch, result, np.flatnonzero(drawn & alive), scores)
-        for row in np.flatnonzero((targets == DRAW_AND_DISCARD) & alive).tolist():
-            self._finish(int(slots[row]), FINISH_LENGTH, -1, output)
+        if batch.kind == "decode":
+            self._store(slots, batch.logit_positions, ids)
+            output = self._draws(batch, result, alive.nonzero()[0], [])
+        else:
+            drawn = targets == DRAW
+            self._store(slots[drawn], batch.logit_positions[drawn], ids[drawn])
+            # Scores first: a draw can end the request and give its slot away.
+            scores = self._scores(batch, result, np.flatnonzero((targets >= 0) & alive))
+            output = self._draws(batch, result, np.flatnonzero(drawn & alive), scores)
+            for row in np.flatnonzero((targets == DRAW_AND_DISCARD) & alive).tolist():
+                self._finish(int(slots[row]), FINISH_LENGTH, -1, output)
         scheduler.release_drained()
         return output, failed
 
@@ -100,9 +104,9 @@ class OutputProcessor:
         if batch.variant == "full" and len(rows):
             output.logprobs.extend(self._logprobs(slots, rows, result))
         stops = (tables.stop_ids[slots] == ids[:, None]).any(axis=1)
-        if stops.any() and tables.min_tokens.any():
+        if tables.min_tokens.any():
             stops &= lengths - tables.num_prompt[slots] > tables.min_tokens[slots]
-        for index in np.flatnonzero(stops | (lengths >= tables.limit[slots])).tolist():
+        for index in (stops | (lengths >= tables.limit[slots])).nonzero()[0].tolist():
             slot = int(slots[index])
             if stops[index]:
                 self._finish(slot, FINISH_STOP, token_ids[index], output)

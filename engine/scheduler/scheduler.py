@@ -229,7 +229,7 @@ class Scheduler:
         """Start requests from the queue, strictly in its order, while slot, step and pages have
         room; with `ahead_of` only those of a higher priority than that one.
         """
-        if not len(self._queue) or not self.tables.num_free:
+        if not len(self._queue) or not self.tables.num_free or not self.pages.available:
             return
         self._queue.refresh(lambda state: self._match(state).num_pages, self.pages.cache.version)
         while self.tables.num_free and plan.tokens_left and plan.logits_left:

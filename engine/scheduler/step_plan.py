@@ -117,99 +117,84 @@ class StepPlan:
 
 def build_batch(plan: StepPlan, tables: SlotTables) -> ScheduledBatch:
     """The frozen batch of a plan."""
-    slots, positions = plan.decode_slots, plan.decode_positions
-    page_size, num_decode = plan.limits.page_size, len(slots)
-    rows = _Rows(
-        token_ids=[np.full(num_decode, -1, np.int32)],
-        positions=[positions],
-        token_slots=[slots],
-        row_slots=[slots],
-        row_starts=[positions],
-        row_lens=[np.ones(num_decode, np.int32)],
-        logit_tokens=[np.arange(num_decode, dtype=np.int32)],
-        logit_slots=[slots],
-        logit_targets=[np.full(num_decode, DRAW, np.int32)],
-        logit_positions=[positions + 1],
-    )
-    offset = num_decode
-    for chunk in plan.chunks:
-        _add_chunk_rows(rows, chunk, tables, offset)
-        offset += chunk.stop - chunk.start
-    joined = {name: _join(parts) for name, parts in rows.parts().items()}
-    columns = joined["positions"] // page_size
-    pages = tables.page_table[joined["token_slots"], columns]
-    kv_slots = pages * page_size + (joined["positions"] - columns * page_size)
-    floats, ints, full = tables.sampling_rows(joined["logit_slots"], joined["logit_positions"])
+    rows = _decode_rows(plan.decode_slots, plan.decode_positions)
     if plan.chunks:
-        scored = joined["logit_targets"] != DRAW
-        if scored.any():
-            # The prompt is scored as the model sees it: no penalty, nothing masked, nothing
-            # counted.
-            ints[scored, FLAGS] = 0
-            floats[scored, REPETITION] = 1
-            floats[np.ix_(scored, (FREQUENCY, PRESENCE))] = 0
+        parts = {name: [array] for name, array in rows.items()}
+        offset = len(plan.decode_slots)
+        for chunk in plan.chunks:
+            _add_chunk_rows(parts, chunk, tables, offset)
+            offset += chunk.stop - chunk.start
+        rows = {name: np.concatenate(arrays) for name, arrays in parts.items()}
+    positions, page_size = rows["positions"], plan.limits.page_size
+    columns = positions // page_size
+    pages = tables.page_table[rows["token_slots"], columns]
+    floats, ints, full = tables.sampling_rows(rows["logit_slots"], rows["logit_positions"])
+    scored = rows["logit_targets"] != DRAW
+    if plan.chunks and scored.any():
+        # The prompt is scored as the model sees it: no penalty, nothing masked, nothing counted.
+        ints[scored, FLAGS] = 0
+        floats[scored, REPETITION] = 1
+        floats[np.ix_(scored, (FREQUENCY, PRESENCE))] = 0
     return ScheduledBatch(
         step=plan.step,
         kind="extend" if plan.chunks else "decode",
         variant="full" if full else "plain",
-        num_decode_rows=num_decode,
-        kv_slots=kv_slots,
+        num_decode_rows=len(plan.decode_slots),
+        kv_slots=pages * page_size + (positions - columns * page_size),
         sampling_floats=floats,
         sampling_ints=ints,
         update_slots=_join([part[0] for part in plan.updates]),
         update_columns=_join([part[1] for part in plan.updates]),
         update_pages=_join([part[2] for part in plan.updates]),
         admissions=tuple(plan.admissions),
-        **joined,
+        **rows,
     )
 
 
-@dataclass(slots=True)
-class _Rows:
-    """Parts of a batch's arrays, decode rows first."""
+def _decode_rows(slots: I32, positions: I32) -> dict[str, I32]:
+    """Fields of a batch that has only decode rows."""
+    count = len(slots)
+    minus_one = np.full(count, -1, np.int32)
+    return {
+        "token_ids": minus_one,
+        "positions": positions,
+        "token_slots": slots,
+        "row_slots": slots,
+        "row_starts": positions,
+        "row_lens": np.ones(count, np.int32),
+        "logit_tokens": np.arange(count, dtype=np.int32),
+        "logit_slots": slots,
+        "logit_targets": minus_one,
+        "logit_positions": positions + 1,
+    }
 
-    token_ids: list[I32]
-    positions: list[I32]
-    token_slots: list[I32]
-    row_slots: list[I32]
-    row_starts: list[I32]
-    row_lens: list[I32]
-    logit_tokens: list[I32]
-    logit_slots: list[I32]
-    logit_targets: list[I32]
-    logit_positions: list[I32]
 
-    def parts(self) -> dict[str, list[I32]]:
-        return {name: getattr(self, name) for name in self.__slots__}
-
-
-def _add_chunk_rows(rows: _Rows, chunk: Chunk, tables: SlotTables, offset: int) -> None:
-    """Append one chunk, whose first token is token `offset` of the step."""
+def _add_chunk_rows(
+    parts: dict[str, list[I32]], chunk: Chunk, tables: SlotTables, offset: int
+) -> None:
+    """Append one chunk, whose first token is token `offset` of the step, to each field's parts."""
     slot, start, stop = chunk.slot, chunk.start, chunk.stop
     ids = tables.tokens[slot]
-    rows.token_ids.append(ids[start:stop].copy())
-    rows.positions.append(np.arange(start, stop, dtype=np.int32))
-    rows.token_slots.append(np.full(stop - start, slot, np.int32))
-    rows.row_slots.append(np.array([slot], np.int32))
-    rows.row_starts.append(np.array([start], np.int32))
-    rows.row_lens.append(np.array([stop - start], np.int32))
-    count = stop - chunk.logits_from
-    if count == 0:
+    parts["token_ids"].append(ids[start:stop])
+    parts["positions"].append(np.arange(start, stop, dtype=np.int32))
+    parts["token_slots"].append(np.full(stop - start, slot, np.int32))
+    parts["row_slots"].append(np.array([slot], np.int32))
+    parts["row_starts"].append(np.array([start], np.int32))
+    parts["row_lens"].append(np.array([stop - start], np.int32))
+    if chunk.logits_from == stop:
         return
     scored = np.arange(chunk.logits_from, stop, dtype=np.int32)
-    targets = np.empty(count, np.int32)
+    targets = np.empty(len(scored), np.int32)
     if chunk.last_target is None:
         targets[:] = ids[chunk.logits_from + 1 : stop + 1]
     else:
         targets[:-1] = ids[chunk.logits_from + 1 : stop]
         targets[-1] = chunk.last_target
-    rows.logit_tokens.append(scored - (start - offset))
-    rows.logit_slots.append(np.full(count, slot, np.int32))
-    rows.logit_targets.append(targets)
-    rows.logit_positions.append(scored + 1)
+    parts["logit_tokens"].append(scored - (start - offset))
+    parts["logit_slots"].append(np.full(len(scored), slot, np.int32))
+    parts["logit_targets"].append(targets)
+    parts["logit_positions"].append(scored + 1)
 
 
 def _join(parts: list[I32]) -> I32:
-    if len(parts) == 1:
-        return parts[0]
     return np.concatenate(parts) if parts else _NONE

@@ -551,15 +551,19 @@ def test_aborting_unknown_or_ended_requests_does_nothing() -> None:
 
 def test_the_token_table_grows_with_its_rows() -> None:
     limits = make_limits(
-        max_model_len=4096, num_pages=600, page_size=4, max_step_tokens=2048, step_budget=1e9
+        max_model_len=4096, num_pages=1000, page_size=4, max_step_tokens=4096, step_budget=1e9
     )
     simulation = Simulation(limits)
-    simulation.add(ask(1, 1020, 9, first=1))
-    simulation.add(ask(2, 1500, 3, first=2))
+    simulation.add(ask(1, 1020, 9, first=1))  # grows it while it decodes
+    simulation.step()
+    for _ in range(6):
+        simulation.step()
+    assert simulation.scheduler.tables.tokens.shape[1] > 1024
+    simulation.add(ask(2, 2500, 3, first=2))  # and this one at its start
     simulation.run()
     simulation.check_outputs()
     width = simulation.scheduler.tables.tokens.shape[1]
-    assert 1500 < width <= 4096
+    assert 2500 < width <= 4096
 
 
 def test_a_batch_is_not_changed_by_later_steps() -> None:
