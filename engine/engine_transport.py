@@ -31,6 +31,8 @@ OnExit = Callable[[str], None]
 # How long after the process's end its last messages may take to come through the socket.
 _LAST_MESSAGES_S = 0.2
 _TERMINATE_S = 5.0
+# A socket's path has 107 characters at most.
+_LONGEST_FOLDER = 80
 
 
 class Transport(Protocol):
@@ -80,7 +82,9 @@ class ProcessTransport:
     async def open(self, on_messages: OnMessages, on_exit: OnExit) -> None:
         self._loop = asyncio.get_running_loop()
         self._on_messages, self._on_exit = on_messages, on_exit
-        self._folder = Path(tempfile.mkdtemp(prefix="fullgraph-"))  # mode 0700
+        short = len(tempfile.gettempdir()) < _LONGEST_FOLDER
+        folder = tempfile.mkdtemp(prefix="fullgraph-", dir=None if short else "/tmp")
+        self._folder = Path(folder)  # mode 0700
         address = f"ipc://{self._folder}/engine"
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PAIR)

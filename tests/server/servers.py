@@ -119,7 +119,14 @@ def model_folder(folder: Path) -> Path:
 
 
 class ServerProcess:
-    """`fullgraph serve` with fake_engine_process as the engine. A context manager."""
+    """`fullgraph serve` with fake_engine_process as the engine. A context manager.
+
+    Attributes:
+        process: the server.
+        url: where it listens.
+        lines: of its standard error so far.
+        temporary: its folder for temporary files.
+    """
 
     def __init__(self, folder: Path, engine: dict[str, Any], **changes: Any) -> None:
         config = config_of(**{**changes, "model.path": str(model_folder(folder))})
@@ -134,10 +141,17 @@ class ServerProcess:
             "make = lambda client, ready: create_app(config, client, load, ready)\n"
             "sys.exit(run_server(config, make, 'tests.server.fake_engine_process'))\n"
         )
+        self.temporary = folder / "tmp"
+        self.temporary.mkdir()
         self.process = subprocess.Popen(
             [sys.executable, "-c", code, config.model_dump_json()],
             cwd=ROOT,
-            env={**os.environ, ENVIRONMENT: json.dumps(engine), "PYTHONPATH": str(ROOT)},
+            env={
+                **os.environ,
+                ENVIRONMENT: json.dumps(engine),
+                "PYTHONPATH": str(ROOT),
+                "TMPDIR": str(self.temporary),
+            },
             stderr=subprocess.PIPE,
             text=True,
         )

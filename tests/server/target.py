@@ -120,6 +120,17 @@ class Target:
         headers = {"content-type": "application/json"}
         return await self.http.post(path, content=content, headers=headers)
 
+    async def leave(self, path: str, body: object, after_s: float) -> None:
+        """Send a request and hang up, whatever has come by then."""
+        content = json.dumps(body).encode()
+        url = httpx.URL(self.url)
+        _, writer = await asyncio.open_connection(url.host, url.port)
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n"
+        writer.write(head.encode() + content)
+        await writer.drain()
+        await asyncio.sleep(after_s)
+        writer.close()
+
     async def refused(
         self,
         body: object,
@@ -150,9 +161,9 @@ class Target:
             assert (error["param"] or "").split(".")[0] == name, (value, error)
 
     async def gauges(self) -> dict[str, float]:
-        """The engine's numbers out of /metrics, by name without prefix."""
+        """The numbers out of /metrics, by name (with labels) without prefix."""
         text = (await self.http.get("/metrics")).text
-        found = re.findall(r"^fullgraph_engine_(\w+) (\S+)$", text, re.MULTILINE)
+        found = re.findall(r"^fullgraph_(?:engine_)?(\S+) (\S+)$", text, re.MULTILINE)
         return {name: float(value) for name, value in found}
 
     async def steps(self) -> float:
@@ -166,7 +177,8 @@ class Target:
         async def poll() -> dict[str, float]:
             while True:
                 gauges = await self.gauges()
-                if gauges and not (gauges["running"] or gauges["waiting"] or gauges["pages_held"]):
+                busy = (gauges.get(name, 1) for name in ("running", "waiting", "pages_held"))
+                if not any(busy):
                     return gauges
                 await asyncio.sleep(0.02)
 

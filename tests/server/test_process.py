@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -57,12 +58,13 @@ def test_sigterm_drains(tmp_path: Path) -> None:
             refused = await http.post("/v1/completions", json={"prompt": "x"})
             assert refused.status_code == 503
 
+        assert len(list(server.temporary.iterdir())) == 2  # the socket's folder, the configuration
         texts = asyncio.run(open_streams(server.url, 50, terminate))
         for text in texts:
             assert text.endswith("data: [DONE]\n\n") and '"finish_reason":"length"' in text
         assert server.process.wait(timeout=10) == 0
         assert gone(engine)
-        assert not list(Path("/tmp").glob(f"fullgraph-*/engine-{server.process.pid}"))
+        assert list(server.temporary.iterdir()) == []
 
 
 def test_drain_timeout(tmp_path: Path) -> None:
@@ -144,6 +146,24 @@ def test_a_killed_server_leaves_no_engine(tmp_path: Path) -> None:
         (engine,) = children_of(server.process.pid)
         server.process.kill()
         assert gone(engine)
+
+
+def test_throughput(tmp_path: Path) -> None:
+    """The HTTP side keeps up with an engine that is far faster than it: frames get longer."""
+    streams, tokens = 128, 200
+    with ServerProcess(tmp_path, {"max_running": streams}) as server:
+        wait_for_status(server.url, 200)
+
+        async def nothing(http: httpx.AsyncClient) -> None: ...
+
+        begin = time.monotonic()
+        texts = asyncio.run(open_streams(server.url, tokens, nothing, count=streams))
+        rate = streams * tokens / (time.monotonic() - begin)
+        for text in texts:
+            frames = [json.loads(line[6:]) for line in text.split("\n\n")[:-2]]
+            joined = "".join(frame["choices"][0]["text"] for frame in frames)
+            assert len(joined) == tokens and len(frames) < tokens
+        assert rate > 5_000, "70,000 on two quiet cores, client and engine included"
 
 
 def test_a_taken_port_is_a_configuration_error() -> None:

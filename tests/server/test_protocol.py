@@ -317,7 +317,7 @@ NAMES = st.sampled_from(
 
 
 @given(body=st.dictionaries(NAMES, JSON, max_size=6), sane=st.booleans())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_any_json_gives_a_job_or_a_request_error(body: dict[str, Any], sane: bool) -> None:
     """Never another exception, and every request that comes out is one the engine can run."""
     if sane:
