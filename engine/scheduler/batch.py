@@ -58,8 +58,8 @@ class ScheduledBatch:
     """One step.
 
     Rows are ordered: decode rows (one token, whose id is the last one drawn for the slot) first,
-        then prefill
-    chunks. Tokens are packed in row order.
+    then prefill chunks. Tokens are packed in row order. A row may read pages that another row of
+    the same step writes: every layer writes the keys and values of all tokens, then attends.
 
     Attributes:
         step: number of the step, from 0.
