@@ -136,8 +136,8 @@ def check_params(params: SamplingParams, limits: RequestLimits) -> None:
     _check_range("min_p", params.min_p, 0, 1)
     _check_range("frequency_penalty", params.frequency_penalty, -2, 2)
     _check_range("presence_penalty", params.presence_penalty, -2, 2)
-    if not 0 < params.repetition_penalty < math.inf:
-        raise _refused("repetition_penalty", params.repetition_penalty, "above 0")
+    # Wider than anyone uses, narrow enough for float32.
+    _check_range("repetition_penalty", params.repetition_penalty, 0.001, 1000)
     if params.seed is not None:
         _check_range("seed", params.seed, -(2**63), 2**_SEED_BITS - 1)
     _check_range("min_tokens", params.min_tokens, 0, limits.max_model_len)

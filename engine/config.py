@@ -193,7 +193,7 @@ class EngineConfig(Options):
 
 def _conflicts(config: EngineConfig) -> Iterator[tuple[str, object, str]]:
     """Combinations that no single key forbids: (key path, value, what is allowed)."""
-    compile_, scheduler, kv, model = config.compile, config.scheduler, config.kv, config.model
+    compile_, scheduler, model = config.compile, config.scheduler, config.model
     for key, buckets in (("decode", compile_.decode_buckets), ("extend", compile_.extend_buckets)):
         if buckets != "auto" and any(a >= b for a, b in zip(buckets, buckets[1:], strict=False)):
             yield f"compile.{key}_buckets", list(buckets), _BUCKET_WORDS
@@ -211,12 +211,6 @@ def _conflicts(config: EngineConfig) -> Iterator[tuple[str, object, str]]:
             f"at least scheduler.max_running = {max_running}: each running request takes a token"
         )
         yield "scheduler.max_step_tokens", max_tokens, allowed
-    if kv.num_pages is not None and model.max_model_len != "auto":
-        room = kv.num_pages * kv.page_size
-        if room < model.max_model_len:
-            pages = f"kv.num_pages = {kv.num_pages} pages of {kv.page_size} tokens"
-            allowed = f"at most {room}, the room in {pages}"
-            yield "model.max_model_len", model.max_model_len, allowed
     if (model.load == "gguf") != model.path.endswith(".gguf") and model.load != "auto":
         yield "model.load", model.load, f"a format that model.path = {model.path!r} has (or auto)"
     if config.device == "cpu":

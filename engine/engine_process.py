@@ -10,7 +10,6 @@ message). Knows nothing of HTTP or text.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import gc
 import os
 import signal
@@ -25,6 +24,7 @@ import zmq
 from engine.config import load_config
 from engine.engine_core import EngineCore
 from engine.errors import FullgraphError
+from engine.parent_guard import die_with_parent
 from engine.request import (
     Abort,
     Fatal,
@@ -38,8 +38,6 @@ from engine.request import (
     ToEngine,
 )
 from engine.startup import start_engine
-
-_PR_SET_PDEATHSIG = 1
 
 
 class EngineLoop:
@@ -100,16 +98,6 @@ class EngineLoop:
 def is_empty(output: StepOutput) -> bool:
     """Whether a step (a chunk in the middle of a prompt, say) produced nothing to tell."""
     return not (output.request_ids or output.finished or output.prompt_logprobs)
-
-
-def die_with_parent(parent: int) -> None:
-    """Ask Linux to kill this process when its parent dies, however it dies; elsewhere the socket's
-    end must do.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before the call took effect
-            os._exit(1)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

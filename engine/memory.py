@@ -21,14 +21,14 @@ def kv_page_bytes(
 
 
 def num_kv_pages(config: ResolvedConfig, page_bytes: int, device: torch.device) -> int:
-    """Pages to allocate, the dummy page 0 included (as `kv.num_pages` counts it, too).
+    """Pages to allocate: those that requests can use, and the dummy page 0.
 
     `kv.num_pages` decides if given. Otherwise `kv.bytes` on a CPU; on a GPU `kv.memory_ratio` of
     what is free now (weights and state are allocated), less what the largest step and the graphs
     will take.
     """
     if config.kv.num_pages is not None:
-        return config.kv.num_pages
+        return config.kv.num_pages + 1
     if device.type == "cpu":
         return int(config.kv.bytes) // page_bytes
     torch.cuda.empty_cache()

@@ -54,7 +54,6 @@ async def utf8_split(t: Target) -> None:
         for chunk in streamed.chunks[:-1]:
             shown += "".join(choice.text for choice in chunk.choices)
             assert text.startswith(shown)
-        assert not shown.endswith("\ufffd") or "\ufffd" in text.rstrip("\ufffd")
 
 
 @case("greedy-beside-sampled")
