@@ -19,13 +19,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from models.ops import cpu_kernels
+from models.ops.define import define
+
+# Kernel of each dtype that there is one for; it takes the rows of one token.
+_NATIVE = {
+    torch.float32: "fullgraph_attend_float",
+    torch.bfloat16: "fullgraph_attend_bfloat16",
+}
 # Keys and values that may be read in vain before it is cheaper to start another group: a group's
 # small operators take about 60 us, in which a core reads this much.
 _GROUP_BYTES = 512 * 1024
 
 
-@torch.library.custom_op("fullgraph::paged_attention", mutates_args=(), device_types="cpu")
-def paged_attention(
+def attend_on_cpu(
     q_THD: Tensor,
     kv_layer: Tensor,
     page_table_SP: Tensor,
@@ -58,20 +65,45 @@ def paged_attention(
     Returns:
         [T, H, D] like q, contiguous; zero for tokens of no row.
     """
-    return reference_attention(
-        q_THD,
-        kv_layer,
-        page_table_SP,
-        row_slots_R,
-        row_starts_R,
-        row_lens_R,
-        row_offsets_R,
-        scale,
+    native = cpu_kernels.library()
+    name = _NATIVE.get(q_THD.dtype)
+    rows = (row_slots_R, row_starts_R, row_lens_R, row_offsets_R)
+    if native is None or name is None:
+        return reference_attention(q_THD, kv_layer, page_table_SP, *rows, scale, window)
+    _, num_heads, head_dim = q_THD.shape
+    if q_THD.stride()[1:] != (head_dim, 1):
+        q_THD = q_THD.contiguous()
+    assert kv_layer.is_contiguous() and page_table_SP.stride(1) == 1
+    o_THD = torch.zeros(q_THD.shape, dtype=q_THD.dtype)
+    getattr(native, name)(
+        q_THD.data_ptr(),
+        kv_layer.data_ptr(),
+        page_table_SP.data_ptr(),
+        *[row.data_ptr() for row in rows],
+        o_THD.data_ptr(),
+        len(row_slots_R),
+        q_THD.stride(0),
+        page_table_SP.stride(0),
+        num_heads,
+        kv_layer.shape[3],
+        head_dim,
+        kv_layer.shape[2],
         window,
+        scale,
     )
+    if kind == "extend":
+        for row in _rows(*rows, window, kv_layer.shape[2]):
+            if row.length > 1:
+                tokens = slice(row.offset, row.offset + row.length)
+                o_THD[tokens] = _chunk(q_THD[tokens], kv_layer, page_table_SP, row, scale, window)
+    return o_THD
 
 
-@paged_attention.register_fake
+define("paged_attention", torch.library.infer_schema(attend_on_cpu, mutates_args=()), attend_on_cpu)
+paged_attention = torch.ops.fullgraph.paged_attention.default
+
+
+@torch.library.register_fake("fullgraph::paged_attention")
 def _(
     q_THD: Tensor,
     kv_layer: Tensor,
@@ -97,6 +129,29 @@ class _Row(NamedTuple):
     end: int
 
 
+def _rows(
+    row_slots_R: Tensor,
+    row_starts_R: Tensor,
+    row_lens_R: Tensor,
+    row_offsets_R: Tensor,
+    window: int,
+    page_size: int,
+) -> list[_Row]:
+    """The rows that have tokens."""
+    rows = []
+    for slot, start, length, offset in zip(
+        row_slots_R.tolist(),
+        row_starts_R.tolist(),
+        row_lens_R.tolist(),
+        row_offsets_R.tolist(),
+        strict=True,
+    ):
+        if length:
+            seen = max(0, start - window + 1) if window else 0
+            rows.append(_Row(slot, offset, length, seen // page_size * page_size, start + length))
+    return rows
+
+
 def reference_attention(
     q_THD: Tensor,
     kv_layer: Tensor,
@@ -109,18 +164,7 @@ def reference_attention(
     window: int,
 ) -> Tensor:
     """`paged_attention` in torch, on any device (on a GPU it waits for the row sizes)."""
-    page_size = kv_layer.shape[2]
-    rows = []
-    for slot, start, length, offset in zip(
-        row_slots_R.tolist(),
-        row_starts_R.tolist(),
-        row_lens_R.tolist(),
-        row_offsets_R.tolist(),
-        strict=True,
-    ):
-        if length:
-            seen = max(0, start - window + 1) if window else 0
-            rows.append(_Row(slot, offset, length, seen // page_size * page_size, start + length))
+    rows = _rows(row_slots_R, row_starts_R, row_lens_R, row_offsets_R, window, kv_layer.shape[2])
     singles = [row for row in rows if row.length == 1]
     if len(singles) == len(q_THD):
         groups = _groups(singles, kv_layer)

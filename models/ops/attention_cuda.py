@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from models.ops import attention, decode_triton, fused, fused_triton, kv_write, page_lists_triton
+from models.ops import decode_triton, fused, fused_triton, page_lists_triton
 
 _CAUSAL, _FULL = 1, 0  # FlashInfer's MaskMode
 _NHD = 0  # FlashInfer's TensorLayout
@@ -85,7 +85,7 @@ def unregister() -> None:
     _table.runners, _table.first_layer = {}, 0
 
 
-@attention.paged_attention.register_kernel("cuda")
+@torch.library.impl("fullgraph::paged_attention", "cuda")
 def _paged_attention(
     q_THD: Tensor,
     kv_layer: Tensor,
@@ -148,7 +148,7 @@ def _decode_attention(
     return out_THD
 
 
-@kv_write.kv_write.register_kernel("cuda")
+@torch.library.impl("fullgraph::kv_write", "cuda")
 def _kv_write(k_TKD: Tensor, v_TKD: Tensor, kv_layer: Tensor, kv_slots_T: Tensor) -> None:
     fused_triton.kv_write(k_TKD, v_TKD, kv_layer, kv_slots_T)
 

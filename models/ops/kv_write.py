@@ -11,9 +11,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from models.ops import cpu_kernels
+from models.ops.define import define
 
-@torch.library.custom_op("fullgraph::kv_write", mutates_args=("kv_layer",), device_types="cpu")
-def kv_write(k_TKD: Tensor, v_TKD: Tensor, kv_layer: Tensor, kv_slots_T: Tensor) -> None:
+
+def write_on_cpu(k_TKD: Tensor, v_TKD: Tensor, kv_layer: Tensor, kv_slots_T: Tensor) -> None:
     """kv_layer[page, 0, offset] = k; kv_layer[page, 1, offset] = v, where slot = page * page_size +
     offset.
 
@@ -22,6 +24,29 @@ def kv_write(k_TKD: Tensor, v_TKD: Tensor, kv_layer: Tensor, kv_slots_T: Tensor)
         kv_layer: [pages, 2, page_size, K, D], contiguous; mutated.
         kv_slots_T: int32 [T]; a slot of -1 is padding and not written. Other slots are distinct.
     """
+    native = cpu_kernels.library()
+    page_size, num_heads, head_dim = kv_layer.shape[2:]
+    token = (head_dim, 1)
+    if native is None or k_TKD.stride()[1:] != token or v_TKD.stride()[1:] != token:
+        reference_write(k_TKD, v_TKD, kv_layer, kv_slots_T)
+        return
+    assert kv_layer.is_contiguous() and kv_slots_T.is_contiguous()
+    size = kv_layer.element_size()
+    native.fullgraph_kv_write(
+        k_TKD.data_ptr(),
+        v_TKD.data_ptr(),
+        kv_layer.data_ptr(),
+        kv_slots_T.data_ptr(),
+        len(kv_slots_T),
+        k_TKD.stride(0) * size,
+        v_TKD.stride(0) * size,
+        num_heads * head_dim * size,
+        page_size,
+    )
+
+
+def reference_write(k_TKD: Tensor, v_TKD: Tensor, kv_layer: Tensor, kv_slots_T: Tensor) -> None:
+    """`kv_write` in torch, on any device (on a GPU it waits for the slots)."""
     page_size = kv_layer.shape[2]
     rows_NKD = kv_layer.view(-1, *kv_layer.shape[3:])
     slots = kv_slots_T.tolist()
@@ -37,6 +62,14 @@ def kv_write(k_TKD: Tensor, v_TKD: Tensor, kv_layer: Tensor, kv_slots_T: Tensor)
     rows_NKD.index_copy_(0, key_rows_T + page_size, v_TKD)
 
 
-@kv_write.register_fake
+define(
+    "kv_write",
+    torch.library.infer_schema(write_on_cpu, mutates_args=("kv_layer",)),
+    write_on_cpu,
+)
+kv_write = torch.ops.fullgraph.kv_write.default
+
+
+@torch.library.register_fake("fullgraph::kv_write")
 def _(k_TKD: Tensor, v_TKD: Tensor, kv_layer: Tensor, kv_slots_T: Tensor) -> None:
     return None

@@ -9,9 +9,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.ops import attention
-from models.ops.attention import paged_attention
+from models.ops import attention, cpu_kernels
+from models.ops.attention import paged_attention, reference_attention
 from models.ops.kv_write import kv_write
+
+
+@pytest.fixture(name="implementation", params=["kernels", "torch"])
+def fixture_implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The C++ kernels, and torch as on a machine without a compiler."""
+    if request.param == "torch":
+        monkeypatch.setattr(cpu_kernels, "library", lambda: None)
+    elif cpu_kernels.library() is None:
+        pytest.skip("no C++ compiler")
+    return str(request.param)
 
 
 class Case(NamedTuple):
@@ -99,28 +109,36 @@ MIXES = {
 }
 
 
-@pytest.mark.parametrize("group_bytes", [0, attention._GROUP_BYTES])
+@pytest.mark.usefixtures("implementation")
 @pytest.mark.parametrize("window", [0, 1, 4, 7])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("mix", MIXES)
-def test_any_mix(
-    mix: str, page_size: int, window: int, group_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(attention, "_GROUP_BYTES", group_bytes)
+def test_any_mix(mix: str, page_size: int, window: int) -> None:
     case = make_case(MIXES[mix], page_size=page_size, window=window)
     o_THD = paged_attention(*case.arguments)
     assert o_THD.is_contiguous()
     torch.testing.assert_close(o_THD.double(), naive(case), atol=2e-6, rtol=0)
 
 
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("window", [0, 4])
+def test_every_row_its_own_group(mix: str, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_GROUP_BYTES", 0)
+    case = make_case(MIXES[mix], window=window)
+    o_THD = reference_attention(*case.arguments[:-1])
+    torch.testing.assert_close(o_THD.double(), naive(case), atol=2e-6, rtol=0)
+
+
+@pytest.mark.usefixtures("implementation")
 @pytest.mark.parametrize("kv_heads", [1, 2, 7, 14])
-@pytest.mark.parametrize("head_dim", [32, 64, 128])
+@pytest.mark.parametrize("head_dim", [32, 64, 80, 128])
 def test_head_layouts(kv_heads: int, head_dim: int) -> None:
     case = make_case(MIXES["mixed"], heads=14, kv_heads=kv_heads, head_dim=head_dim)
     o_THD = paged_attention(*case.arguments)
     torch.testing.assert_close(o_THD.double(), naive(case), atol=2e-6, rtol=0)
 
 
+@pytest.mark.usefixtures("implementation")
 def test_no_padding_and_rows_in_order() -> None:
     """The path that takes a decode bucket as it stands."""
     case = make_case(MIXES["decode, ragged"], padding=0)
@@ -129,13 +147,36 @@ def test_no_padding_and_rows_in_order() -> None:
     )
 
 
-def test_bfloat16() -> None:
-    case = make_case(MIXES["mixed"], dtype=torch.bfloat16)
+@pytest.mark.usefixtures("implementation")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype: torch.dtype) -> None:
+    case = make_case(MIXES["mixed"], dtype=dtype)
     o_THD = paged_attention(*case.arguments)
-    assert o_THD.dtype == torch.bfloat16
+    assert o_THD.dtype == dtype
     torch.testing.assert_close(o_THD.double(), naive(case), atol=2e-2, rtol=0)
 
 
+@pytest.mark.usefixtures("implementation")
+def test_long_rows() -> None:
+    """Enough work for several threads; scores far below zero."""
+    case = make_case([(1500, 1), (10, 1), (700, 1)], page_size=16, head_dim=64)
+    case.arguments[0].mul_(20)
+    torch.testing.assert_close(
+        paged_attention(*case.arguments).double(), naive(case), atol=1e-5, rtol=0
+    )
+
+
+@pytest.mark.usefixtures("implementation")
+def test_a_nan_stays_in_its_row() -> None:
+    case = make_case(MIXES["decode, ragged"])
+    case.arguments[0][2] = torch.nan
+    o_THD, expected = paged_attention(*case.arguments), naive(case)
+    assert o_THD[2].isnan().all()
+    kept = [0, 1, 3, 4]
+    torch.testing.assert_close(o_THD[kept].double(), expected[kept], atol=2e-6, rtol=0)
+
+
+@pytest.mark.usefixtures("implementation")
 def test_queries_need_not_be_contiguous() -> None:
     case = make_case(MIXES["mixed"])
     q_THD = case.arguments[0]
@@ -168,6 +209,7 @@ def kv_arguments(slots: list[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return k_TKD, v_TKD, torch.zeros(5, 2, 4, 3, 8), torch.tensor(slots, dtype=torch.int32)
 
 
+@pytest.mark.usefixtures("implementation")
 @pytest.mark.parametrize("slots", [[4], [7, 18, 4], [9, -1, 19, -1], [-1, -1]])
 def test_kv_write(slots: list[int]) -> None:
     k_TKD, v_TKD, kv_layer, kv_slots_T = kv_arguments(slots)
@@ -178,6 +220,20 @@ def test_kv_write(slots: list[int]) -> None:
             expected[slot // 4, 1, slot % 4] = v_TKD[token]
     kv_write(k_TKD, v_TKD, kv_layer, kv_slots_T)
     assert torch.equal(kv_layer, expected)
+
+
+@pytest.mark.usefixtures("implementation")
+def test_kv_write_of_strided_heads() -> None:
+    """Values come as a slice of the fused projection, or with heads that are not even adjacent."""
+    k_TKD, v_TKD, kv_layer, kv_slots_T = kv_arguments([7, -1, 4])
+    plain = kv_layer.clone()
+    kv_write(k_TKD, v_TKD, plain, kv_slots_T)
+    fused = torch.cat((k_TKD, v_TKD), 1)
+    kv_write(fused[:, :3], fused[:, 3:], kv_layer, kv_slots_T)
+    assert kv_layer.equal(plain)
+    spread = torch.stack((k_TKD, v_TKD), 2)
+    kv_write(spread[:, :, 0], spread[:, :, 1], kv_layer.zero_(), kv_slots_T)
+    assert kv_layer.equal(plain)
 
 
 def test_kv_write_is_a_proper_operator() -> None:
