@@ -252,6 +252,14 @@ def test_every_folder_of_tests_is_a_package() -> None:
     assert not [folder for folder in folders if not (folder / "__init__.py").is_file()]
 
 
+def test_the_readme_names_every_module() -> None:
+    """Of models/ops/ and engine/commands/ it names the folder."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    folders = ("engine", "engine/server", "engine/scheduler", "models", "compile_cache", "bench")
+    files = (path for folder in folders for path in sorted((ROOT / folder).glob("[!_]*.py")))
+    assert not [str(path) for path in files if path.name not in readme]
+
+
 def test_the_rules_can_fail() -> None:
     """The walk sees lazy imports and `from package import module`, and skips TYPE_CHECKING."""
     text = (
