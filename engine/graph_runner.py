@@ -118,6 +118,7 @@ class GraphRunner:
         self._ready: set[tuple[Bucket, Variant]] = set()
         self._warm_variants: set[Variant] = set()
         self._closed = False
+        self._background: threading.Thread | None = None
         if cuda:
             self._buffer = torch.zeros(length, dtype=torch.int32, device=device)
             self._inputs = [{b: views(self._buffer, b) for b in buckets}] * 2
@@ -206,6 +207,8 @@ class GraphRunner:
     def close(self) -> None:
         """Free the graphs (before any process group) and stop the worker thread."""
         self._closed = True
+        if self._background is not None:
+            self._background.join()  # torch compiles in one thread at a time
         if self._is_graph:  # the stance is the process's: another runner may want to compile
             torch.compiler.set_stance("default")
         if self._planner is not None:

@@ -26,8 +26,9 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from models.draw import chunked, draw
 from models.inputs import SamplingState, StepInputs, StepOutputs, StepState
-from models.ops.sampling import MIN_TEMPERATURE, filter_threshold
+from models.ops.sampling import filter_threshold
 
 # Columns of StepInputs.sampling_floats_LF and sampling_ints_LI, and the flags, as in
 # engine.scheduler.batch.
@@ -39,16 +40,6 @@ FLAG_GUIDED = 4
 
 DRAW = -1  # logit_targets_L: draw the slot's next token; other negative targets draw and discard
 LOGPROB_FLOOR = -9999.0
-
-_WORD = 0xFFFFFFFF
-# lowbias32 (Chris Wellons' hash prospector): multipliers of a 32-bit mixer. The second is written
-# as a signed number so that a product with 32 bits stays inside int64.
-_MULTIPLY_1 = 0x7FEB352D
-_MULTIPLY_2 = 0x846CA68B - (1 << 32)
-# Ids per first-stage reduction: Inductor keeps up to 1024 in registers, so that a chunk is read
-# once.
-_MAX_CHUNK = 1024
-_MIN_CHUNK = 128
 
 
 def sample(
@@ -84,7 +75,18 @@ def sample(
         logits_LV = _adjust(logits_LV.float(), inputs, sampling_state, grammar_LW)
         # A scored row needs no filters, which cost time.
         temperature_L = torch.where(inputs.logit_targets_L >= 0, 0.0, temperature_L)
-    drawn_L, finite_L = _draw(logits_LV, temperature_L, inputs)
+    floats_LF, ints_LI = inputs.sampling_floats_LF, inputs.sampling_ints_LI
+    threshold_L = filter_threshold(
+        logits_LV, temperature_L, ints_LI[:, TOP_K], floats_LF[:, TOP_P], floats_LF[:, MIN_P]
+    )
+    drawn_L, finite_L = draw(
+        logits_LV,
+        threshold_L,
+        temperature_L,
+        ints_LI[:, SEED_LO],
+        ints_LI[:, SEED_HI],
+        inputs.logit_positions_L,
+    )
     targets_L = inputs.logit_targets_L
     ids_L = torch.where(targets_L >= 0, targets_L, drawn_L.int())
     ids_L = torch.where(finite_L, ids_L, -1)
@@ -182,7 +184,7 @@ def _log_norm(logits_LV: Tensor) -> tuple[Tensor, Tensor]:
 
     Over the chunks of `_draw`, so that compiled, both read the logits in one go.
     """
-    logits_LCW, tops_LC, bases_LC = _chunked(logits_LV)
+    logits_LCW, tops_LC, bases_LC = chunked(logits_LV)
     mass_LC = (logits_LCW - bases_LC.unsqueeze(2)).exp().sum(dim=2)
     top_L1 = tops_LC.amax(dim=1, keepdim=True)
     return top_L1, ((tops_LC - top_L1).exp() * mass_LC).sum(dim=1, keepdim=True).log()
@@ -192,104 +194,6 @@ def _logprob_bits(logprobs: Tensor) -> Tensor:
     """Float32 bits as int32; NaN becomes the floor, and what rounding left above 0 becomes 0."""
     finite = torch.where(logprobs > LOGPROB_FLOOR, logprobs.clamp(max=0.0), LOGPROB_FLOOR)
     return finite.view(torch.int32)
-
-
-# --- the draw -------------------------------------------------------------------------------------
-
-
-def _draw(logits_LV: Tensor, temperature_L: Tensor, inputs: StepInputs) -> tuple[Tensor, Tensor]:
-    """ids int64 [L] drawn with the row's temperature, filters and seed; bool [L] whether the row's
-    logits allow it.
-
-    Two stages, so that one row keeps a whole GPU busy: the best of each chunk relative to the
-        chunk's maximum (one
-    pass over the logits), then the best chunk. Differences to a maximum are exact where it matters,
-    so that no temperature overflows or loses the noise.
-    """
-    floats_LF, ints_LI = inputs.sampling_floats_LF, inputs.sampling_ints_LI
-    threshold_L = filter_threshold(
-        logits_LV, temperature_L, ints_LI[:, TOP_K], floats_LF[:, TOP_P], floats_LF[:, MIN_P]
-    )
-    greedy_L = temperature_L < MIN_TEMPERATURE
-    scale_L = 1.0 / torch.where(greedy_L, 1.0, temperature_L)
-
-    logits_LCW, tops_LC, bases_LC = _chunked(logits_LV)
-    _, num_chunks, width = logits_LCW.shape
-    ids_CW = torch.arange(num_chunks * width, device=logits_LV.device).view(num_chunks, width)
-    noise_LCW = _gumbel(ids_CW, *row_keys(ints_LI, inputs.logit_positions_L))
-    scores_LCW = (logits_LCW - bases_LC.unsqueeze(2)) * scale_L.view(-1, 1, 1)
-    scores_LCW = scores_LCW + torch.where(greedy_L.view(-1, 1, 1), 0.0, noise_LCW)
-    scores_LCW = torch.where(logits_LCW < threshold_L.view(-1, 1, 1), -math.inf, scores_LCW)
-    best_LC, where_LC = scores_LCW.max(dim=2)
-
-    top_L1 = tops_LC.amax(dim=1, keepdim=True)  # NaN wherever the row holds one
-    total_LC = best_LC + (tops_LC - top_L1) * scale_L.unsqueeze(1)
-    total_LC = torch.where(greedy_L.unsqueeze(1), tops_LC, total_LC)
-    chunk_L1 = total_LC.argmax(dim=1, keepdim=True)
-    ids_L = (chunk_L1 * width + where_LC.gather(1, chunk_L1)).squeeze(1)
-    return ids_L, top_L1.squeeze(1).abs() < math.inf
-
-
-def chunks(vocab: int) -> tuple[int, int]:
-    """(C, W): W divides the vocabulary if a fair divisor exists, else the last chunk is padded."""
-    for width in range(min(_MAX_CHUNK, vocab), _MIN_CHUNK - 1, -1):
-        if vocab % width == 0:
-            return vocab // width, width
-    width = min(_MAX_CHUNK, vocab)
-    return -(-vocab // width), width
-
-
-def _chunked(logits_LV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """float32 logits [L, C, W], each chunk's maximum [L, C], and that with 0 for -inf."""
-    num_chunks, width = chunks(logits_LV.shape[1])
-    padded = F.pad(logits_LV, (0, num_chunks * width - logits_LV.shape[1]), value=-math.inf)
-    logits_LCW = padded.float().view(-1, num_chunks, width)
-    tops_LC = logits_LCW.amax(dim=2)
-    # A chunk of nothing but -inf would give NaN differences.
-    return logits_LCW, tops_LC, torch.where(tops_LC == -math.inf, 0.0, tops_LC)
-
-
-def row_keys(ints_LI: Tensor, positions_L: Tensor) -> tuple[Tensor, Tensor]:
-    """Two 32-bit keys per row, int64 [L, 1, 1], from the 64-bit seed and the position.
-
-    With one seed, the first key of two positions is never the same.
-    """
-    seed_lo = ints_LI[:, SEED_LO].long() & _WORD
-    seed_hi = ints_LI[:, SEED_HI].long() & _WORD
-    position = positions_L.long() & _WORD
-    key0 = _mix(_mix(_mix(seed_lo ^ 0x3C6EF372) ^ seed_hi) ^ position)
-    key1 = _mix(key0 ^ seed_lo) ^ position
-    return _stored(key0), _stored(key1)
-
-
-def _stored(key_L: Tensor) -> Tensor:
-    """[L, 1, 1]. Inductor computes the base of an as_strided once and stores it; inlined, the key
-    would be hashed anew for every logit, in an expression so long that it is split by an int64
-    [L, V] in memory.
-    """
-    return key_L.as_strided((key_L.shape[0], 1, 1), (1, 1, 1))
-
-
-def _mix(x: Tensor, key: Tensor | None = None) -> Tensor:
-    """lowbias32 of 32 bits held in int64; `key` is mixed in between the two multiplications."""
-    x = ((x ^ (x >> 16)) * _MULTIPLY_1) & _WORD
-    x = x ^ (x >> 15)
-    if key is not None:
-        x = x ^ key
-    x = (x * _MULTIPLY_2) & _WORD
-    return x ^ (x >> 16)
-
-
-def _gumbel(ids_CW: Tensor, key0_L11: Tensor, key1_L11: Tensor) -> Tensor:
-    """Standard Gumbel noise float32 [L, C, W], finite.
-
-    The hash is the uniform's distance from 1, so that large noise, which decides between unlikely
-    tokens, comes in steps of 2^-32.
-    """
-    bits = _mix(ids_CW ^ key0_L11, key1_L11)
-    complement = (bits.float() + 0.5) * 2.0**-32
-    complement = complement.clamp(max=1.0 - 2.0**-24)  # rounding may have made it 1
-    return -torch.log(-torch.log1p(-complement))
 
 
 # --- per-slot state, outside the graph ------------------------------------------------------------
