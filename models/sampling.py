@@ -69,13 +69,13 @@ def sample(
     Returns:
         StepOutputs; an id of -1 marks a row with a NaN, a +inf, or nothing but -inf.
     """
-    temperature_L = inputs.sampling_floats_LF[:, TEMPERATURE]
+    floats_LF, ints_LI = inputs.sampling_floats_LF, inputs.sampling_ints_LI
+    temperature_L = floats_LF[:, TEMPERATURE]
     if variant == "full":
         assert sampling_state is not None
         logits_LV = _adjust(logits_LV.float(), inputs, sampling_state, grammar_LW)
         # A scored row needs no filters, which cost time.
         temperature_L = torch.where(inputs.logit_targets_L >= 0, 0.0, temperature_L)
-    floats_LF, ints_LI = inputs.sampling_floats_LF, inputs.sampling_ints_LI
     threshold_L = filter_threshold(
         logits_LV, temperature_L, ints_LI[:, TOP_K], floats_LF[:, TOP_P], floats_LF[:, MIN_P]
     )
@@ -92,8 +92,7 @@ def sample(
     ids_L = torch.where(finite_L, ids_L, -1)
 
     is_draw_L = targets_L == DRAW
-    dummy = state.last_token_S.shape[0] - 1
-    slots_L = torch.where(is_draw_L, inputs.logit_slots_L, dummy).long()
+    slots_L = torch.where(is_draw_L, inputs.logit_slots_L, state.last_token_S.shape[0] - 1).long()
     tokens_L = ids_L.clamp(min=0)
     state.last_token_S.index_put_((slots_L,), tokens_L)
     if variant == "plain":

@@ -76,8 +76,7 @@ def load_params(
         flat = param.flatten(0, 1) if spec.stack else param
         offset = 0
         for part in spec.parts:
-            if progress is not None:
-                progress(part.source, done, total)
+            _report(progress, part.source, done, total)
             slices = part_slices(model, tp, part)
             values = source.read(spec, part, slices)
             into = flat.narrow(0, offset, slices[0].size)
@@ -92,9 +91,13 @@ def load_params(
     positions = num_positions or model.max_position
     table = rope_table(model.rope, model.head_dim, positions, model.max_position)
     params["rope"] = table.to(device)
-    if progress is not None:
-        progress("", total, total)
+    _report(progress, "", total, total)
     return params
+
+
+def _report(progress: Progress | None, name: str, done: int, total: int) -> None:
+    if progress is not None:
+        progress(name, done, total)
 
 
 class _Source(Protocol):

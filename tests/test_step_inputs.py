@@ -1,8 +1,9 @@
-"""Packing a batch into a bucket's buffer and viewing it again gives the batch, and padding as documented."""
+"""What is packed into a bucket's buffer is viewed again, and padding is as documented."""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -74,14 +75,18 @@ def test_a_full_bucket_has_no_padding_and_fields_do_not_overlap() -> None:
     assert (inputs.sampling_floats_LF.numpy() == second.sampling_floats).all()
 
 
+def resized(field: str, size: int) -> Bucket:
+    change: dict[str, Any] = {field: size}
+    return dataclasses.replace(BUCKET, **change)
+
+
 @pytest.mark.parametrize("field", ["num_tokens", "num_rows", "num_logit_rows", "num_updates"])
 def test_a_batch_one_larger_than_the_bucket_does_not_fit(field: str) -> None:
     used = {"num_tokens": 7, "num_rows": 3, "num_logit_rows": 2, "num_updates": 5}
-    assert dataclasses.replace(BUCKET, **{field: used[field]}).fits(make_batch(0))
-    assert not dataclasses.replace(BUCKET, **{field: used[field] - 1}).fits(make_batch(0))
+    size = used[field]
+    exact = resized(field, size)
+    small = resized(field, size - 1)
+    assert exact.fits(make_batch(0))
+    assert not small.fits(make_batch(0))
     with pytest.raises(AssertionError):
-        pack(
-            make_batch(0),
-            dataclasses.replace(BUCKET, **{field: used[field] - 1}),
-            np.zeros(999, np.int32),
-        )
+        pack(make_batch(0), small, np.zeros(999, np.int32))

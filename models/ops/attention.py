@@ -46,9 +46,8 @@ def attend_on_cpu(
 ) -> Tensor:
     """softmax(scale * q @ k.T, over the positions the token sees) @ v, for each token of each row.
 
-    The token at position p of a row sees positions 0 .. p, with a window w only p - w + 1 .. p. All
-    of them are in the cache already, this step's own included. Query head h reads kv head h // (H /
-    K).
+    The token at position p of a row sees positions 0 .. p, with a window w only p - w + 1 .. p, all
+    in the cache already, this step's own included. Query head h reads kv head h // (H / K).
 
     Args:
         q_THD: [T, H, D], D contiguous.
@@ -71,8 +70,7 @@ def attend_on_cpu(
     if native is None or name is None:
         return reference_attention(q_THD, kv_layer, page_table_SP, *rows, scale, window)
     _, num_heads, head_dim = q_THD.shape
-    if q_THD.stride()[1:] != (head_dim, 1):
-        q_THD = q_THD.contiguous()
+    q_THD = q_THD if q_THD.stride()[1:] == (head_dim, 1) else q_THD.contiguous()
     assert kv_layer.is_contiguous() and page_table_SP.stride(1) == 1
     o_THD = torch.zeros(q_THD.shape, dtype=q_THD.dtype)
     getattr(native, name)(
@@ -92,11 +90,24 @@ def attend_on_cpu(
         scale,
     )
     if kind == "extend":
-        for row in _rows(*rows, window, kv_layer.shape[2]):
-            if row.length > 1:
-                tokens = slice(row.offset, row.offset + row.length)
-                o_THD[tokens] = _chunk(q_THD[tokens], kv_layer, page_table_SP, row, scale, window)
+        _attend_chunks(q_THD, kv_layer, page_table_SP, rows, scale, window, o_THD)
     return o_THD
+
+
+def _attend_chunks(
+    q_THD: Tensor,
+    kv_layer: Tensor,
+    page_table_SP: Tensor,
+    rows: tuple[Tensor, Tensor, Tensor, Tensor],
+    scale: float,
+    window: int,
+    o_THD: Tensor,
+) -> None:
+    """Write the attention of rows of several tokens into `o_THD`."""
+    for row in _rows(*rows, window, kv_layer.shape[2]):
+        if row.length > 1:
+            tokens = slice(row.offset, row.offset + row.length)
+            o_THD[tokens] = _chunk(q_THD[tokens], kv_layer, page_table_SP, row, scale, window)
 
 
 define("paged_attention", torch.library.infer_schema(attend_on_cpu, mutates_args=()), attend_on_cpu)

@@ -20,6 +20,7 @@ from pathlib import Path
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _SIGNATURES = {
     "fullgraph_kv_write": [_POINTER] * 4 + [_INT] * 5,
+    "fullgraph_linear": [_POINTER] * 4 + [_INT] * 4,
     "fullgraph_attend_float": [_POINTER] * 8 + [_INT] * 8 + [_FLOAT],
     "fullgraph_attend_bfloat16": [_POINTER] * 8 + [_INT] * 8 + [_FLOAT],
 }
@@ -236,9 +237,73 @@ void attend_rows(const T* q, const T* kv, const int32_t* table, const int32_t* s
   }
 }
 
+// ---- x @ w.T for a few rows of x: every weight is read from memory once ----
+
+#ifdef __AVX512F__
+constexpr int WIDTH = 16, OUTS = 2;
+#else
+constexpr int WIDTH = 8, OUTS = 1;
+#endif
+constexpr int64_t ROWS = 8;  // OUTS * ROWS sums fill the registers
+typedef float vec __attribute__((vector_size(WIDTH * 4), aligned(4), may_alias));
+
+// y[m, n] for M_ROWS rows of x and N_OUTS rows of w, each of length k.
+template <int M_ROWS, int N_OUTS>
+inline void tile(const float* x, const float* w, const float* bias, float* y, int64_t k,
+                 int64_t x_stride, int64_t y_stride) {
+  vec sums[N_OUTS][M_ROWS] = {};
+  int64_t i = 0;
+  for (; i + WIDTH <= k; i += WIDTH) {
+    vec weights[N_OUTS];
+    for (int n = 0; n < N_OUTS; ++n)
+      weights[n] = *reinterpret_cast<const vec*>(w + n * k + i);
+    for (int m = 0; m < M_ROWS; ++m) {
+      const vec row = *reinterpret_cast<const vec*>(x + m * x_stride + i);
+      for (int n = 0; n < N_OUTS; ++n) sums[n][m] += row * weights[n];
+    }
+  }
+  for (int n = 0; n < N_OUTS; ++n) {
+    for (int m = 0; m < M_ROWS; ++m) {
+      float sum = bias ? bias[n] : 0.0f;
+      for (int lane = 0; lane < WIDTH; ++lane) sum += sums[n][m][lane];
+      for (int64_t rest = i; rest < k; ++rest) sum += x[m * x_stride + rest] * w[n * k + rest];
+      y[m * y_stride + n] = sum;
+    }
+  }
+}
+
+template <int M_ROWS>
+void outputs(const float* x, const float* w, const float* bias, float* y, int64_t count, int64_t k,
+             int64_t x_stride, int64_t y_stride) {
+  int64_t n = 0;
+  for (; n + OUTS <= count; n += OUTS)
+    tile<M_ROWS, OUTS>(x, w + n * k, bias ? bias + n : bias, y + n, k, x_stride, y_stride);
+  for (; n < count; ++n)
+    tile<M_ROWS, 1>(x, w + n * k, bias ? bias + n : bias, y + n, k, x_stride, y_stride);
+}
+
+using Outputs = void (*)(const float*, const float*, const float*, float*, int64_t, int64_t,
+                         int64_t, int64_t);
+constexpr Outputs OUTPUTS[ROWS] = {outputs<1>, outputs<2>, outputs<3>, outputs<4>,
+                                   outputs<5>, outputs<6>, outputs<7>, outputs<8>};
+
 }  // namespace
 
 extern "C" {
+
+// y [rows, outs] = x [rows, k] @ w [outs, k].T + bias [outs] or null. Strides in elements.
+void fullgraph_linear(const float* x, const float* w, const float* bias, float* y, int64_t rows,
+                      int64_t outs, int64_t k, int64_t x_stride) {
+  const int64_t block = 16;  // rows of w that stay cached while all rows of x pass
+#pragma omp parallel for schedule(static) if (outs * k > 65536)
+  for (int64_t n = 0; n < outs; n += block) {
+    for (int64_t m = 0; m < rows; m += ROWS) {
+      const int64_t count = std::min(ROWS, rows - m);
+      OUTPUTS[count - 1](x + m * x_stride, w + n * k, bias ? bias + n : bias, y + m * outs + n,
+                         std::min(block, outs - n), k, x_stride, outs);
+    }
+  }
+}
 
 // Rows of tokens of `row_bytes` each; strides between tokens in bytes.
 void fullgraph_kv_write(const char* k, const char* v, char* kv, const int32_t* slots,

@@ -87,7 +87,7 @@ def test_greedy_equals_hf(case: dict[str, Any], tmp_path: Path) -> None:
     }
     with running_engine(tmp_path, **sections) as engine:
         if case["waves"] == 0:
-            outputs = {}
+            outputs: dict[int, list[int]] = {}
             for request in greedy_requests(prompts, MAX_TOKENS):
                 outputs |= run(engine, [request])
         else:

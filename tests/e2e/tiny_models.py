@@ -56,7 +56,8 @@ def save_model(
 ) -> Any:
     """Random weights for the config, saved to the folder; the HF model, in eval mode."""
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model: Any = transformers.AutoModelForCausalLM
+    model = model.from_config(config, dtype=dtype)
     for name, parameter in model.named_parameters():
         if "norm" in name:  # not all ones, or a norm that is skipped would go unseen
             parameter.data.uniform_(0.5, 1.5)
