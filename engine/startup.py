@@ -7,6 +7,7 @@ text.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import time
@@ -80,6 +81,9 @@ def start_engine(config: EngineConfig, progress: ProgressCallback) -> Engine:
     scheduler = Scheduler(scheduler_limits(resolved, num_pages, model.vocab_size))
     core = EngineCore(scheduler, worker, overlap=resolved.scheduler.overlap)
     _write_phases(worker, time.perf_counter() - begin)
+    # What is alive now stays alive: the collector would walk it all, a second each time.
+    gc.collect()
+    gc.freeze()
     settings = settings_of(config, resolved)
     settings["kv.num_pages"] = str(num_pages - 1)
     return Engine(core, worker, cache, resolved, model, num_pages - 1, settings)
