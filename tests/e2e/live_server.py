@@ -25,6 +25,7 @@ PAGE_SIZE = 16
 NUM_PAGES = 400
 MAX_MODEL_LEN = 2048
 MODEL = "tiny"
+LOG = "serve.log"
 
 
 def model_folder(folder: Path, *, template: str | None = CHAT_TEMPLATE) -> Path:
@@ -64,6 +65,20 @@ def model_folder(folder: Path, *, template: str | None = CHAT_TEMPLATE) -> Path:
 @contextlib.contextmanager
 def live_server(folder: Path, changes: Mapping[str, Any] | None = None) -> Iterator[Target]:
     """A server whose engine is real; `changes` are "key.path" -> value on top of the settings."""
+    with live_process(folder, changes) as (target, process):
+        try:
+            yield target
+        finally:
+            process.terminate()
+            status = process.wait(60)
+        assert status == 0, (folder / LOG).read_text()
+
+
+@contextlib.contextmanager
+def live_process(
+    folder: Path, changes: Mapping[str, Any] | None = None
+) -> Iterator[tuple[Target, subprocess.Popen[bytes]]]:
+    """The same, with the process; whoever asks for it ends it, or it is killed."""
     changes = dict(changes or {})
     template = changes.pop("model.chat_template", CHAT_TEMPLATE)
     path = model_folder(folder, template=template)
@@ -80,7 +95,7 @@ def live_server(folder: Path, changes: Mapping[str, Any] | None = None) -> Itera
         tree.setdefault(section, {})[key] = value
     file = folder / "serve.yaml"
     file.write_text(yaml.safe_dump(tree))
-    log = folder / "serve.log"
+    log = folder / LOG
     with log.open("w") as stderr:
         process = subprocess.Popen(
             [sys.executable, "-m", "engine", "serve", str(file)],
@@ -91,7 +106,7 @@ def live_server(folder: Path, changes: Mapping[str, Any] | None = None) -> Itera
         )
     tokenizer = load_tokenizer(ModelOptions(path=str(path)))
     try:
-        yield Target(
+        target = Target(
             url=_wait_until_ready(process, log),
             model=MODEL,
             vocab_size=tokenizer.vocab_size,
@@ -100,10 +115,10 @@ def live_server(folder: Path, changes: Mapping[str, Any] | None = None) -> Itera
             eos_ids=sorted(tokenizer.eos_ids),
             count_chat_tokens=lambda messages: len(tokenizer.encode_chat(messages)),
         )
+        yield target, process
     finally:
-        process.terminate()
-        status = process.wait(60)
-    assert status == 0, log.read_text()
+        process.kill()
+        process.wait()
 
 
 def _wait_until_ready(process: subprocess.Popen[bytes], log: Path, timeout_s: float = 90) -> str:
