@@ -146,6 +146,14 @@ struct Shape {
   int64_t heads, kv_heads, head_dim, page_size;
 };
 
+// A head's keys are short pieces far apart, which no hardware foresees.
+constexpr int64_t AHEAD = 16;
+template <class T>
+inline void fetch(const T* from, int64_t dim) {
+  for (int64_t byte = 0; byte < dim * int64_t(sizeof(T)); byte += 64)
+    __builtin_prefetch(reinterpret_cast<const char*>(from) + byte);
+}
+
 // What one thread works in.
 template <class T>
 struct Scratch {
@@ -175,6 +183,7 @@ void attend(const T* q, const T* kv, const int32_t* pages, int64_t first, int64_
   for (int64_t i = 0; i < group * dim; ++i) query[i] = load(q[i]) * scale;
   for (int64_t s = 0; s < length; ++s) {
     const T* __restrict key = keys[s];
+    fetch(keys[std::min(s + AHEAD, length - 1)], dim);
     for (int64_t g = 0; g < group; ++g) {
       const float* __restrict head = query + g * dim;
       float dot = 0.0f;
@@ -194,6 +203,7 @@ void attend(const T* q, const T* kv, const int32_t* pages, int64_t first, int64_
   }
   for (int64_t s = 0; s < length; ++s) {
     const T* __restrict value = keys[s] + values;
+    fetch(keys[std::min(s + AHEAD, length - 1)] + values, dim);
     for (int64_t g = 0; g < group; ++g) {
       const float weight = scores[g * length + s];
       float* __restrict head = sum + g * dim;
@@ -240,7 +250,7 @@ void attend_rows(const T* q, const T* kv, const int32_t* table, const int32_t* s
 // ---- x @ w.T for a few rows of x: every weight is read from memory once ----
 
 #ifdef __AVX512F__
-constexpr int WIDTH = 16, OUTS = 2;
+constexpr int WIDTH = 16, OUTS = 3;
 #else
 constexpr int WIDTH = 8, OUTS = 1;
 #endif
@@ -255,21 +265,30 @@ inline void tile(const float* x, const float* w, const float* bias, float* y, in
   int64_t i = 0;
   for (; i + WIDTH <= k; i += WIDTH) {
     vec weights[N_OUTS];
-    for (int n = 0; n < N_OUTS; ++n)
+    for (int n = 0; n < N_OUTS; ++n) {
       weights[n] = *reinterpret_cast<const vec*>(w + n * k + i);
+      __builtin_prefetch(w + (n + N_OUTS) * k + i);
+    }
     for (int m = 0; m < M_ROWS; ++m) {
-      const vec row = *reinterpret_cast<const vec*>(x + m * x_stride + i);
+      vec row = *reinterpret_cast<const vec*>(x + m * x_stride + i);
+#ifdef __AVX512F__
+      asm("" : "+v"(row));  // or it is loaded again for every n
+#endif
       for (int n = 0; n < N_OUTS; ++n) sums[n][m] += row * weights[n];
     }
   }
   for (int n = 0; n < N_OUTS; ++n) {
     for (int m = 0; m < M_ROWS; ++m) {
-      float sum = bias ? bias[n] : 0.0f;
-      for (int lane = 0; lane < WIDTH; ++lane) sum += sums[n][m][lane];
-      for (int64_t rest = i; rest < k; ++rest) sum += x[m * x_stride + rest] * w[n * k + rest];
+      float lanes[WIDTH], sum = bias ? bias[n] : 0.0f;
+      std::memcpy(lanes, &sums[n][m], sizeof lanes);
+#pragma omp simd reduction(+ : sum)
+      for (int lane = 0; lane < WIDTH; ++lane) sum += lanes[lane];
       y[m * y_stride + n] = sum;
     }
   }
+  for (; i < k; ++i)
+    for (int n = 0; n < N_OUTS; ++n)
+      for (int m = 0; m < M_ROWS; ++m) y[m * y_stride + n] += x[m * x_stride + i] * w[n * k + i];
 }
 
 template <int M_ROWS>
@@ -294,7 +313,7 @@ extern "C" {
 // y [rows, outs] = x [rows, k] @ w [outs, k].T + bias [outs] or null. Strides in elements.
 void fullgraph_linear(const float* x, const float* w, const float* bias, float* y, int64_t rows,
                       int64_t outs, int64_t k, int64_t x_stride) {
-  const int64_t block = 16;  // rows of w that stay cached while all rows of x pass
+  const int64_t block = 24;  // rows of w that stay cached while all rows of x pass
 #pragma omp parallel for schedule(static) if (outs * k > 65536)
   for (int64_t n = 0; n < outs; n += block) {
     for (int64_t m = 0; m < rows; m += ROWS) {
