@@ -142,7 +142,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 f"\nDecode, {STEP_INPUT} in, {STEP_OUTPUT} out\n{table(result['steps'])}",
                 flush=True,
             )
-        result["config"] = resolved.model_dump(mode="json", exclude={"server"})
+        # Where a model or a cache lies is this machine's affair.
+        hidden = {"server": True, "compile": {"cache_dir"}}
+        settings = resolved.model_dump(mode="json", exclude=hidden)
+        settings["model"]["path"] = Path(resolved.model.path).name
+        result["config"] = settings
         result["kv_pages"] = llm.engine.num_pages
     finally:
         llm.close()
