@@ -143,7 +143,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 flush=True,
             )
         # Where a model or a cache lies is this machine's affair.
-        hidden = {"server": True, "compile": {"cache_dir"}}
+        hidden: Any = {"server": True, "compile": {"cache_dir"}}
         settings = resolved.model_dump(mode="json", exclude=hidden)
         settings["model"]["path"] = Path(resolved.model.path).name
         result["config"] = settings
