@@ -1,11 +1,10 @@
 """An entry's table of contents: which fingerprint it belongs to, and every file with its size and
 sha256.
 
-    entry/manifest.json     this; written last and atomically, so that what it names is complete
-    entry/objects/<sha256>  contents
-    entry/lock              held while an entry is changed
-    entry/work/<name>/      one running process's own copy of the files, where torch reads and
-    writes
+    manifest.json     this; written last and atomically, so that what it names is complete
+    objects/<sha256>  contents
+    lock              held while an entry is changed
+    work/<name>/      one running process's own copy of the files, where torch reads and writes
 
 A file's name is its path below a process's work folder. Knows nothing of locks, torch or which
 entry is wanted.
