@@ -140,14 +140,8 @@ def _launch_skinny(
         SPLIT=tiles.split,
         STAGES=tiles.stages,
         LINES=triton.next_power_of_2(max(1, inner // tiles.split // 64)),
-        PREFETCH=EXPERIMENT[0],
-        LATE=EXPERIMENT[1],
         **flags,
     )
-
-
-# Prefetch weights before the wait; let the next kernel start only after the product.
-EXPERIMENT = [True, False]
 
 
 @triton.jit
@@ -228,8 +222,7 @@ def _skinny_kernel(
     x_ptr, w_ptr, bias_ptr, norm_ptr, residual_ptr, y_ptr, parts_ptr, counters_ptr, eps, M,
     N: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     SPLIT: tl.constexpr, STAGES: tl.constexpr, LINES: tl.constexpr, NORM: tl.constexpr,
-    ACT: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, PREFETCH: tl.constexpr,
-    LATE: tl.constexpr, PDL: tl.constexpr,
+    ACT: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     part = tl.program_id(1)
@@ -248,12 +241,10 @@ def _skinny_kernel(
     x_at = m[None, :] * K + begin + k[:, None]
     some = (m < M)[None, :]
     if PDL:
-        if PREFETCH:
-            line = tl.minimum(tl.arange(0, LINES), KS // 64 - 1)  # 64 elements: 128 bytes
-            _prefetch(w_ptr + w_at + line[None, :] * 64)
+        line = tl.minimum(tl.arange(0, LINES), KS // 64 - 1)  # 64 elements: 128 bytes
+        _prefetch(w_ptr + w_at + line[None, :] * 64)
         gdc_wait()
-        if not LATE:
-            gdc_launch_dependents()
+        gdc_launch_dependents()
     w_at += k[None, :]
     acc = tl.zeros([BN, BM], tl.float32)
     squares = tl.zeros([BM], tl.float32)
@@ -269,9 +260,6 @@ def _skinny_kernel(
             else:
                 w = w * scale[None, :]
         acc = tl.dot(w, x, acc)
-    if PDL:  # noqa: SIM102 (constants)
-        if LATE:
-            gdc_launch_dependents()
     last = True
     if SPLIT > 1:
         place = tl.program_id(2) * tl.num_programs(0) + tile
