@@ -29,7 +29,7 @@ from compile_cache.store import (
     part_table,
 )
 from compile_cache.vector_isa import settle_vector_isa
-from compile_cache.warmup import Job, Report, run_jobs
+from compile_cache.warmup import Job, jobs_table, run_jobs
 
 __all__ = [
     "AotFunction",
@@ -40,7 +40,6 @@ __all__ = [
     "Hit",
     "Job",
     "Miss",
-    "Report",
     "Session",
     "Store",
     "compile_config",
@@ -51,6 +50,7 @@ __all__ = [
     "flatten",
     "format_size",
     "import_",
+    "jobs_table",
     "machine_parts",
     "part_table",
     "preload",

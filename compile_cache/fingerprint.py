@@ -64,6 +64,7 @@ NEUTRAL_KEYS = (
     "model.served_name",
     "compile.cache",
     "compile.cache_dir",
+    "compile.workers",
     "attention.workspace",
     "kv.prefix_cache",
     "kv.memory_ratio",

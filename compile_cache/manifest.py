@@ -65,6 +65,12 @@ class Manifest:
         """Bytes of all files."""
         return sum(record.size for record in self.files.values())
 
+    @property
+    def jobs(self) -> dict[str, float]:
+        """Finished jobs to the seconds they took."""
+        jobs = self.notes.get("jobs")
+        return dict(jobs) if isinstance(jobs, dict) else {}
+
     def to_bytes(self) -> bytes:
         """The JSON text."""
         data = {

@@ -6,6 +6,7 @@ keep what is new.
     use:   torch's caches point there (`environment`); blobs are read and written there (`get`,
         `put`)
     seal:  new files are stored under their hashes, then the manifest is replaced: all or nothing
+    refresh: what other processes have sealed meanwhile comes in
 
 Whatever happens to a process while it compiles, half a file can thus never be found by another one.
 No method raises because of the disk: it warns, and the process goes on without the cache. Knows
@@ -73,9 +74,9 @@ class Session:
         self.manifest = found or Manifest(fingerprint)
         self.work = self._make_work()
         if self.work is not None and found is not None:
-            self._restore(self.work)
+            self._restore(self.work, found.files)
         # Which job made a damaged file is not known: all run again, and find what is sound.
-        self._forgotten = frozenset(_jobs(self.manifest.notes) if self.damaged else ())
+        self._forgotten = frozenset(self.manifest.jobs if self.damaged else ())
 
     def __enter__(self) -> Session:
         return self
@@ -157,6 +158,21 @@ class Session:
             return False
         return True
 
+    def refresh(self) -> None:
+        """Take in what other processes have sealed since this one opened the entry."""
+        if self.work is None:
+            return
+        try:
+            stored = read_manifest(self._entry)
+        except (FileNotFoundError, Damaged):
+            return
+        known = self.manifest.files.keys() - self.damaged.keys()
+        with self._mutex:
+            self._restore(self.work, {n: r for n, r in stored.files.items() if n not in known})
+            self.manifest = stored
+            if not self.damaged:
+                self._forgotten = frozenset()
+
     def close(self) -> None:
         """Give the work folder back. Anything not sealed is lost."""
         work, self.work = self.work, None
@@ -185,7 +201,7 @@ class Session:
             sweep_objects(self._entry, changed)
 
     def _all_jobs(self, stored: Manifest) -> dict[str, float]:
-        jobs = {n: s for n, s in _jobs(stored.notes).items() if n not in self._forgotten}
+        jobs = {n: s for n, s in stored.jobs.items() if n not in self._forgotten}
         return {**jobs, **self._jobs}
 
     def _is_sound(self, name: str, record: FileRecord) -> bool:
@@ -211,9 +227,12 @@ class Session:
                 new[name] = write_object(self._entry, path.read_bytes())
         return new
 
-    def _restore(self, work: Path) -> None:
-        for name, record in self.manifest.files.items():
+    def _restore(self, work: Path, files: Mapping[str, FileRecord]) -> None:
+        for name, record in files.items():
             path = work / name
+            if path.exists():  # this process made its own meanwhile
+                continue
+            self.damaged.pop(name, None)
             try:
                 data = read_object(self._entry, record)
                 if path.name.startswith(_GROUP_PREFIX):
@@ -294,11 +313,6 @@ def _checked(name: str) -> str:
 def _state(path: Path) -> tuple[int, int]:
     status = path.stat()
     return status.st_size, status.st_mtime_ns
-
-
-def _jobs(notes: Mapping[str, Any]) -> dict[str, float]:
-    jobs = notes.get("jobs")
-    return dict(jobs) if isinstance(jobs, dict) else {}
 
 
 def _is_scratch(name: str) -> bool:

@@ -154,6 +154,10 @@ class Store:
         """The folder of a fingerprint's entry."""
         return self.root / fingerprint.digest
 
+    def size(self, fingerprint: Fingerprint) -> int:
+        """Bytes on disk of a fingerprint's entry; 0 where there is none."""
+        return _entry(self.path(fingerprint)).size
+
     def entries(self) -> list[Entry]:
         """All of them, the one used last first."""
         found = []

@@ -8,14 +8,11 @@ of processes.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
-from compile_cache.store import format_size
-
-Progress = Callable[[str, int, int, float], None]
-Outcome = Literal["built", "loaded", "skipped", "left"]
+Progress = Callable[[str, float], None]
 
 
 class Recorder(Protocol):
@@ -34,115 +31,66 @@ class Recorder(Protocol):
 
 @dataclass(frozen=True)
 class Job:
-    """One thing to build or load.
+    """One thing to build.
 
     Attributes:
         name: unique in an entry, shown to the user.
         run: builds it, or loads it where the cache has it. Must be done when it returns: nothing
             may go on compiling.
-        always: this process needs the job's result, so that it also runs when the entry has it.
     """
 
     name: str
     run: Callable[[], None]
-    always: bool = True
-
-
-@dataclass(frozen=True)
-class Row:
-    """How one job went. seconds: now; built_seconds: when it was built, in this process or an
-    earlier one.
-    """
-
-    name: str
-    outcome: Outcome
-    seconds: float
-    built_seconds: float
-
-
-@dataclass(frozen=True)
-class Report:
-    """All jobs in their order. kept: whether everything built is in the cache now."""
-
-    rows: tuple[Row, ...]
-    kept: bool
-
-    @property
-    def complete(self) -> bool:
-        """Whether nothing was left for another time."""
-        return all(row.outcome != "left" for row in self.rows)
-
-    def table(self, size: int | None = None) -> str:
-        """Lines for a person: a row per job, then the totals.
-
-        Args:
-            size: bytes of the entry on disk, shown in the last line.
-        """
-        width = max([len(row.name) for row in self.rows] + [5])
-        columns = f"{{:<{width}}}  {{:<8}}  {{:>8}}  {{:>8}}"
-        lines = [columns.format("job", "outcome", "now s", "built s")]
-        for row in self.rows:
-            seconds = (f"{row.seconds:.2f}", f"{row.built_seconds:.2f}")
-            lines.append(columns.format(row.name, row.outcome, *seconds))
-        now = sum(row.seconds for row in self.rows)
-        built = sum(row.built_seconds for row in self.rows)
-        lines.append(columns.format("total", "", f"{now:.2f}", f"{built:.2f}"))
-        left = sum(row.outcome == "left" for row in self.rows)
-        if left:
-            lines.append(f"{left} of {len(self.rows)} jobs are left; run the same command again")
-        if not self.kept:
-            lines.append("not everything could be kept: see the warnings")
-        if size is not None:
-            lines.append(f"on disk: {format_size(size)}")
-        return "\n".join(lines)
 
 
 def run_jobs(
     jobs: Sequence[Job],
     recorder: Recorder,
     progress: Progress,
-    *,
-    skip_done: bool = False,
-    budget_s: float | None = None,
     clock: Callable[[], float] = time.perf_counter,
-) -> Report:
-    """Run every job that is needed.
+) -> bool:
+    """Run every job that the entry does not have.
 
     Args:
         jobs: in the order to run them; names are unique.
         recorder: the opened entry.
-        progress: called as (name, done, total, 0) before a job and (name, done, total, seconds)
-            after it.
-        skip_done: leave out finished jobs even if they say `always` (a warm-up command, which
-            serves nothing).
-        budget_s: start no further job after this many seconds; what is left is built by the next
-            call.
+        progress: called with (name, seconds) after each job that was run.
         clock: seconds.
+
+    Returns:
+        Whether everything that was built is kept; warnings say why not.
 
     Raises:
         Whatever a job raises; the jobs before it are kept.
     """
     assert len({job.name for job in jobs}) == len(jobs), "two jobs have one name"
-    rows: list[Row] = []
-    begin, kept = clock(), True
-    for done, job in enumerate(jobs):
-        before = recorder.jobs.get(job.name)
-        if before is not None and (skip_done or not job.always):
-            rows.append(Row(job.name, "skipped", 0.0, before))
-            progress(job.name, done + 1, len(jobs), 0.0)
+    kept = True
+    for job in jobs:
+        if job.name in recorder.jobs:
             continue
-        if budget_s is not None and clock() - begin >= budget_s:
-            rows.append(Row(job.name, "left", 0.0, 0.0))
-            continue
-        progress(job.name, done, len(jobs), 0.0)
         start = clock()
         job.run()
         seconds = clock() - start
-        progress(job.name, done + 1, len(jobs), seconds)
-        if before is None:
-            recorder.finish_job(job.name, seconds)
-            kept = recorder.seal() and kept
-        rows.append(
-            Row(job.name, "built" if before is None else "loaded", seconds, before or seconds)
-        )
-    return Report(tuple(rows), kept)
+        recorder.finish_job(job.name, seconds)
+        kept = recorder.seal() and kept
+        progress(job.name, seconds)
+    return kept
+
+
+def jobs_table(
+    names: Sequence[str], before: Mapping[str, float], after: Mapping[str, float]
+) -> str:
+    """Lines for a person: what became of each job, and the seconds it took when it was built.
+
+    Args:
+        names: of all jobs.
+        before, after: finished jobs to seconds, when the warm-up began and when it ended.
+    """
+    width = max([len(name) for name in names] + [5])
+    columns = f"{{:<{width}}}  {{:<7}}  {{:>9}}"
+    lines = [columns.format("job", "outcome", "seconds")]
+    for name in names:
+        outcome = "found" if name in before else "built" if name in after else "missing"
+        seconds = f"{after[name]:.1f}" if name in after else "-"
+        lines.append(columns.format(name, outcome, seconds))
+    return "\n".join(lines)

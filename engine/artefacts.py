@@ -39,7 +39,16 @@ logger = logging.getLogger(__name__)
 
 # Besides models/: what decides how the step is traced, compiled and recorded.
 _VECTOR_ISA = "vector_isa"
-_ENGINE_SOURCES = ("compiled", "graph_programs", "graph_runner", "step_compiler", "step_inputs")
+# When a new one is begun, all but those used last go: every upgrade of torch leaves one behind.
+_KEPT_ENTRIES = 16
+_ENGINE_SOURCES = (
+    "compile_jobs",
+    "compiled",
+    "graph_programs",
+    "graph_runner",
+    "step_compiler",
+    "step_inputs",
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,6 +119,8 @@ def open_cache(prepared: Prepared) -> Session:
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         store = Store(Path(folder), logger.warning)
     session = store.open(fingerprint_of(prepared))
+    if not session.manifest.files:
+        store.prune(_KEPT_ENTRIES)
     os.environ.update(session.environment())
     if config.device == "cpu" and config.compile.backend == "inductor":
         session.note(_VECTOR_ISA, settle_vector_isa(session.manifest.notes.get(_VECTOR_ISA)))

@@ -93,6 +93,7 @@ class CompileOptions(Options):
     cache: bool = True
     cache_dir: Text | None = None
     threads: Positive | Auto = "auto"
+    workers: NotNegative | Auto = "auto"
 
 
 class AttentionOptions(Options):

@@ -20,14 +20,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.compile_jobs import VARIANTS, hint
 from engine.compiled import CompileLog
 from engine.graph_programs import Counters, Program, StepTensors
 from engine.scheduler.batch import I32, Kind, ScheduledBatch, SlotAdmission, StepResult, Variant
 from engine.step_inputs import Bucket, empty_batch, pack, views
 from models.inputs import StepInputs
 from models.sampling import admit
-
-VARIANTS: tuple[Variant, ...] = ("plain", "full")
 
 
 class Planner(Protocol):
@@ -152,13 +151,23 @@ class GraphRunner:
         for kind, variant in jobs:
             for bucket in _warm_order(self._buckets[kind]):
                 progress(f"{kind} {bucket.num_tokens} {variant}", done, total)
-                inputs = self._inputs[0][bucket]
-                self._on_step_thread(self._warm_one, bucket, variant, self._host[0], inputs)
+                self.warm_bucket(kind, bucket.num_tokens, variant)
                 done += 1
         progress("", total, total)
         self.counters.start()
 
-    def warm_in_background(self, variants: Sequence[Variant], done: Callable[[], object]) -> None:
+    def warm_bucket(self, kind: Kind, size: int, variant: Variant) -> None:
+        """Compile and record one bucket."""
+        bucket = next(b for b in self._buckets[kind] if b.num_tokens == size)
+        inputs = self._inputs[0][bucket]
+        self._on_step_thread(self._warm_one, bucket, variant, self._host[0], inputs)
+
+    def warm_in_background(
+        self,
+        variants: Sequence[Variant],
+        prepare: Callable[[], object],
+        done: Callable[[], object],
+    ) -> None:
         """Warm further variants while steps of the others run; `is_ready` says when they may come.
 
         CPU only: a GPU records its graphs with nothing else going on. Padded steps touch no page
@@ -166,12 +175,14 @@ class GraphRunner:
 
         Args:
             variants: those that `warm` left out.
+            prepare: called in the background thread first; may take long.
             done: called in the background thread at the end.
         """
         assert self._device.type == "cpu"
 
         def warm() -> None:
             host = torch.zeros_like(self._host[0])
+            prepare()
             for variant in variants:
                 for bucket in (b for k in self._buckets for b in _warm_order(self._buckets[k])):
                     if self._closed:
@@ -285,5 +296,6 @@ def _warm_order(buckets: Sequence[Bucket]) -> list[Bucket]:
     """A middle size first (its size is the hint that Inductor tunes for), then from the largest
     down.
     """
-    hint = next((b for b in buckets if b.num_tokens >= 8), buckets[-1])
-    return [hint, *(b for b in reversed(buckets) if b is not hint)]
+    first = hint([b.num_tokens for b in buckets])
+    rest = (b for b in reversed(buckets) if b.num_tokens != first)
+    return [next(b for b in buckets if b.num_tokens == first), *rest]

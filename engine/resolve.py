@@ -177,8 +177,9 @@ def _compile(
 ) -> dict[str, object]:
     options = config.compile
     by_layer = device == "cpu" or options.cudagraphs == "manual"
+    backend = _backend(options.backend, device, machine)
     return {
-        "backend": _backend(options.backend, device, machine),
+        "backend": backend,
         # One layer compiles in a fraction of a whole step's time. Calling it once a layer costs
         # nothing where the calls are captured as one graph, and 1 ms or 2 of some 50 on a CPU.
         "unit": _or(options.unit, "layer" if by_layer else "step"),
@@ -186,7 +187,19 @@ def _compile(
         "extend_buckets": _or(options.extend_buckets, extend_buckets(scheduler["max_step_tokens"])),
         "skinny_gemm": _or(options.skinny_gemm, device == "cuda"),
         "threads": _or(options.threads, machine.cores),
+        "workers": _workers(config, backend, device, machine),
     }
+
+
+def _workers(config: EngineConfig, backend: str, device: str, machine: Machine) -> int:
+    workers, ranks = config.compile.workers, config.parallel.tp
+    if workers not in ("auto", 0) and ranks > 1:
+        raise ConfigError(
+            f"compile.workers: got {workers}, allowed: 0 or auto, where parallel.tp is {ranks}"
+        )
+    if ranks > 1 or backend == "eager" or not config.compile.cache:
+        return 0
+    return _or(workers, max(1, machine.cores // 2) if device == "cuda" else 1)
 
 
 def _backend(backend: str, device: str, machine: Machine) -> str:

@@ -16,6 +16,8 @@ from pathlib import Path
 
 from compile_cache import Session
 from engine.artefacts import open_cache, prepare
+from engine.compile_jobs import VARIANTS
+from engine.compiler import Compiler
 from engine.config import EngineConfig
 from engine.engine_core import EngineCore
 from engine.errors import ModelError
@@ -72,11 +74,28 @@ def start_engine(config: EngineConfig, progress: ProgressCallback) -> Engine:
     prepared = prepare(config)
     resolved, model = prepared.config, prepared.model
     cache = open_cache(prepared)
+    compiler = Compiler(config, resolved, cache)
     try:
-        worker = Worker(resolved, model, prepared.checkpoint, TensorParallel(), cache, progress)
+        # On a CPU what the first requests need is compiled here: a process of its own would need
+        # the same cores, and longer.
+        if resolved.device == "cuda":
+            compiler.start(VARIANTS)
+        worker = Worker(
+            resolved,
+            model,
+            prepared.checkpoint,
+            TensorParallel(),
+            cache,
+            progress,
+            lambda: compiler.wait(progress),
+        )
     except ModelsError as error:
+        compiler.close()
         raise ModelError(str(error)) from error
-    worker.warm(cache.seal)
+    except BaseException:
+        compiler.close()
+        raise
+    worker.warm(compiler)
     num_pages = worker.capacity.num_pages
     scheduler = Scheduler(scheduler_limits(resolved, num_pages, model.vocab_size))
     core = EngineCore(scheduler, worker, overlap=resolved.scheduler.overlap)

@@ -14,6 +14,7 @@ import torch
 
 from compile_cache import Session
 from engine.attention_plan import AttentionPlanner, build_planner
+from engine.compile_jobs import VARIANTS
 from engine.compiled import CompiledFunction, CompileLog, CompileSettings
 from engine.graph_programs import (
     CompiledProgram,
@@ -23,7 +24,7 @@ from engine.graph_programs import (
     StepTensors,
     TreesProgram,
 )
-from engine.graph_runner import VARIANTS, GraphRunner
+from engine.graph_runner import GraphRunner
 from engine.limits import max_page_updates
 from engine.resolve import ResolvedConfig
 from engine.scheduler.batch import Kind, Variant
@@ -55,14 +56,22 @@ def build_runner(
     tensors: StepTensors,
     device: torch.device,
     session: Session,
+    *,
+    compiles: bool = True,
+    records: bool = True,
 ) -> GraphRunner:
-    """A runner with a program per kind and variant, nothing compiled yet."""
+    """A runner with a program per kind and variant, nothing compiled yet.
+
+    Args:
+        compiles: False: the step as it is, whatever the configuration says.
+        records: False: compiled steps are called, not recorded into graphs.
+    """
     buckets = make_buckets(config)
     cuda = device.type == "cuda"
     if cuda:
         torch._inductor.config.triton.cudagraph_dynamic_shape_warn_limit = None
     linear.prepare(device)
-    builder = _ProgramBuilder(config, model, tp, tensors, device, session)
+    builder = _ProgramBuilder(config, model, tp, tensors, device, session, compiles, records)
     return GraphRunner(
         {(kind, variant): builder.build(kind, variant) for variant in VARIANTS for kind in KINDS},
         tensors,
@@ -105,11 +114,14 @@ class _ProgramBuilder:
         tensors: StepTensors,
         device: torch.device,
         session: Session,
+        compiles: bool,
+        records: bool,
     ) -> None:
         self._config, self._model, self._tp = config, model, tp
         self._tensors, self._device = tensors, device
         cuda = device.type == "cuda"
-        self.compiles = config.compile.backend != "eager"
+        self.compiles = compiles and config.compile.backend != "eager"
+        self._records = records and cuda
         self._by_layer = self.compiles and config.compile.unit == "layer"
         self._trees = cuda and self.compiles and config.compile.cudagraphs == "trees"
         self._pool = torch.cuda.graph_pool_handle() if cuda else None
@@ -144,7 +156,7 @@ class _ProgramBuilder:
             return EagerProgram(step, self._tensors)
         if not self._by_layer:
             step = self._compiled(step, kind)
-        if self._device.type == "cpu":
+        if not self._records:
             return CompiledProgram(step, self._tensors)
         if self._trees and not self._by_layer:
             return TreesProgram(step, self._tensors)

@@ -19,6 +19,9 @@ from typing import Any
 import torch
 
 from compile_cache import Session
+from engine.compile_jobs import VARIANTS
+from engine.compiled import CompileLog
+from engine.compiler import Compiler
 from engine.errors import ConfigError
 from engine.graph_programs import StepTensors
 from engine.graph_runner import GraphRunner, Pending
@@ -27,11 +30,14 @@ from engine.resolve import ResolvedConfig
 from engine.scheduler.batch import ScheduledBatch, Variant
 from engine.step_compiler import build_runner
 from models.config import ModelConfig
-from models.inputs import KVCache, StepState, TensorParallel
+from models.inputs import KVCache, SamplingState, StepState, TensorParallel
 from models.sampling import init_sampling_state
 from models.weights import Checkpoint, load_params
 
 ProgressCallback = Callable[[str, int, int, str], None]
+
+# Of what compiles beside steps that serve: their cores are theirs.
+_NICE = 19
 
 
 @dataclass(frozen=True)
@@ -59,6 +65,8 @@ class Worker:
         tp: this rank's place.
         cache: the opened entry of the compile cache.
         progress: called with (phase, done, total, text).
+        compiled: waits for compile processes, which share the device's memory; called when the
+            weights are loaded.
 
     Raises:
         ConfigError: the model does not fit the memory that the configuration gives it.
@@ -72,14 +80,14 @@ class Worker:
         tp: TensorParallel,
         cache: Session,
         progress: ProgressCallback,
+        compiled: Callable[[], object] = lambda: None,
     ) -> None:
         self._config = config
         self._progress = progress
         self._phases: dict[str, float] = {}
         self.device = torch.device(config.device)
         dtype: torch.dtype = getattr(torch, config.model.dtype)
-        if self.device.type == "cpu" and isinstance(config.compile.threads, int):
-            torch.set_num_threads(config.compile.threads)
+        configure_threads(config)
         params = self._timed(
             "weights",
             lambda: load_params(
@@ -93,7 +101,8 @@ class Worker:
                 num_positions=config.model.max_model_len,
             ),
         )
-        state, sampling_state = self._state(config, model)
+        state, sampling_state = step_state(config, model, self.device)
+        self._timed("compile", compiled)
         page_bytes = kv_page_bytes(model, tp, config.kv.page_size, dtype)
         num_pages = num_kv_pages(config, page_bytes, self.device)
         if num_pages < 2:
@@ -101,29 +110,28 @@ class Worker:
                 f"kv: {num_pages} pages of {page_bytes} bytes fit; at least 2 are needed "
                 "(give kv.bytes, kv.memory_ratio or kv.num_pages more)"
             )
-        kv_cache = self._kv_cache(model, tp, num_pages, dtype)
+        kv_cache = kv_pages(config, model, tp, num_pages, dtype, self.device)
         tensors = StepTensors(params, kv_cache, state, sampling_state)
         self.capacity = Capacity(num_pages, page_bytes, self._phases)
         self._runner: GraphRunner = build_runner(config, model, tp, tensors, self.device, cache)
 
-    def warm(self, sealed: Callable[[], object]) -> None:
-        """Compile and record the graphs; nothing is compiled while serving.
+    def warm(self, compiler: Compiler) -> None:
+        """Load what is compiled, compile the rest, record the graphs; nothing is compiled while
+        serving.
 
-        On a CPU the `full` variant is left to a background thread, for the first request seldom
-        needs it.
-
-        Args:
-            sealed: keeps what was compiled; called whenever nothing is being compiled.
+        On a CPU the `full` variant is left to the background, for the first request seldom needs
+        it.
         """
         runner = self._runner
         if self.device.type == "cpu":
             self._timed("graphs", lambda: runner.warm(self._warm_progress, ["plain"]))
-            sealed()
-            runner.warm_in_background(["full"], sealed)
+            compiler.keep(["plain"])
+            compiler.start(["full"], nice=_NICE)
+            runner.warm_in_background(["full"], compiler.wait, lambda: compiler.keep(["full"]))
         else:
             self._timed("graphs", lambda: runner.warm(self._warm_progress))
             runner.forbid_recompiles()
-            sealed()
+            compiler.keep(VARIANTS)
 
     def is_ready(self, variant: Variant) -> bool:
         """Whether steps of the variant can be launched."""
@@ -134,6 +142,11 @@ class Worker:
         """engine.graph_programs.Counters, refreshed."""
         self._runner.counters.refresh()
         return self._runner.counters
+
+    @property
+    def compile_log(self) -> CompileLog:
+        """What was compiled and what was found since the start."""
+        return self._runner.log
 
     def launch(self, batch: ScheduledBatch) -> Pending:
         """Start one step; does not wait for it."""
@@ -152,27 +165,40 @@ class Worker:
         self._phases[phase] = time.perf_counter() - start
         return result
 
-    def _state(self, config: ResolvedConfig, model: ModelConfig) -> Any:
-        slots = config.scheduler.max_running
-        max_pages = -(-config.model.max_model_len // config.kv.page_size)
-        zeros = functools.partial(torch.zeros, dtype=torch.int32, device=self.device)
-        state = StepState(zeros(slots + 1, max_pages), zeros(slots + 1))
-        sampling_state = init_sampling_state(
-            slots,
-            model.vocab_size,
-            config.sampling.max_logit_bias,
-            config.sampling.max_stop_ids,
-            self.device,
-        )
-        return state, sampling_state
 
-    def _kv_cache(
-        self, model: ModelConfig, tp: TensorParallel, num_pages: int, dtype: torch.dtype
-    ) -> KVCache:
-        heads = max(1, model.num_kv_heads // tp.size)
-        shape = (num_pages, 2, self._config.kv.page_size, heads, model.head_dim)
-        return KVCache(
-            tuple(
-                torch.zeros(shape, dtype=dtype, device=self.device) for _ in range(model.num_layers)
-            )
-        )
+def configure_threads(config: ResolvedConfig) -> None:
+    """Intra-op threads of a CPU; Inductor writes their number into its kernels."""
+    if config.device == "cpu" and isinstance(config.compile.threads, int):
+        torch.set_num_threads(config.compile.threads)
+
+
+def step_state(
+    config: ResolvedConfig, model: ModelConfig, device: torch.device
+) -> tuple[StepState, SamplingState]:
+    """What steps keep of each slot."""
+    slots = config.scheduler.max_running
+    max_pages = -(-config.model.max_model_len // config.kv.page_size)
+    zeros = functools.partial(torch.zeros, dtype=torch.int32, device=device)
+    sampling = init_sampling_state(
+        slots,
+        model.vocab_size,
+        config.sampling.max_logit_bias,
+        config.sampling.max_stop_ids,
+        device,
+    )
+    return StepState(zeros(slots + 1, max_pages), zeros(slots + 1)), sampling
+
+
+def kv_pages(
+    config: ResolvedConfig,
+    model: ModelConfig,
+    tp: TensorParallel,
+    num_pages: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> KVCache:
+    """The cache of `num_pages` pages, the dummy page 0 included."""
+    heads = max(1, model.num_kv_heads // tp.size)
+    shape = (num_pages, 2, config.kv.page_size, heads, model.head_dim)
+    layers = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(model.num_layers))
+    return KVCache(tuple(layers))

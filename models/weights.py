@@ -7,6 +7,7 @@ parameters compute or of how a checkpoint is found.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,7 +27,7 @@ from models.registry import param_specs
 from models.rope import rope_table
 from models.sharding import AxisSlice, check, local_shape, part_slices
 
-__all__ = ["Checkpoint", "load_params", "resolve_checkpoint"]
+__all__ = ["Checkpoint", "hollow_params", "load_params", "resolve_checkpoint"]
 
 Progress = Callable[[str, int, int], None]
 
@@ -92,6 +93,32 @@ def load_params(
     table = rope_table(model.rope, model.head_dim, positions, model.max_position)
     params["rope"] = table.to(device)
     _report(progress, "", total, total)
+    return params
+
+
+def hollow_params(
+    model: ModelConfig,
+    tp: TensorParallel,
+    dtype: torch.dtype,
+    device: torch.device,
+    num_positions: int,
+) -> Tree:
+    """A tree of load_params' shapes, dtypes and strides in no more memory than its largest
+    parameter takes: for compiling, which reads no value.
+    """
+    shapes = [local_shape(model, tp, spec) for _, spec in leaves(param_specs(model, dtype))]
+    memory = torch.zeros(max(math.prod(shape) for shape in shapes), dtype=dtype, device=device)
+
+    def make(_: TreePath, spec: ParamSpec) -> Tensor:
+        shape = local_shape(model, tp, spec)
+        strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+        # Not a view: those are traced in another way.
+        param = torch.empty(0, dtype=dtype, device=device)
+        return param.set_(memory.untyped_storage(), 0, shape, strides)
+
+    params: Tree = map_tree(make, param_specs(model, dtype))
+    table = rope_table(model.rope, model.head_dim, num_positions, model.max_position)
+    params["rope"] = table.to(device)
     return params
 
 

@@ -1,4 +1,4 @@
-"""`fullgraph warmup`: start once, so that every graph is compiled and kept; carry artefacts about.
+"""`fullgraph warmup`: compile everything that a start needs into the cache; carry artefacts about.
 
 Knows the verb's options; what is compiled and where it is kept is the engine's and the cache's.
 """
@@ -9,10 +9,21 @@ import argparse
 import time
 from pathlib import Path
 
-from compile_cache import CacheError, Hit, export, format_size, import_
-from engine.artefacts import fingerprint_of, prepare, store_of
+from compile_cache import (
+    CacheError,
+    Miss,
+    export,
+    format_size,
+    import_,
+    jobs_table,
+    part_table,
+)
+from engine.artefacts import Prepared, fingerprint_of, open_cache, prepare, store_of
+from engine.compile_jobs import VARIANTS, compile_jobs
+from engine.compiler import Compiler
 from engine.config import EngineConfig, load_config
 from engine.errors import ConfigError
+from engine.resolve import settings_of
 from engine.startup import start_engine
 from engine.terminal import ProgressDisplay
 
@@ -38,18 +49,44 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(config: EngineConfig) -> int:
-    found = store_of(config).lookup(fingerprint_of(prepare(config)))
+    prepared = prepare(config)
+    fingerprint = fingerprint_of(prepared)
+    found = store_of(config).lookup(fingerprint)
+    print(part_table(fingerprint, found))
+    if isinstance(found, Miss):
+        return NOT_THERE
+    names, done = _names(prepared), found.manifest.jobs
+    for name in names:
+        print(f"{'hit ' if name in done else 'miss'}  {name}")
     print(found)
-    return 0 if isinstance(found, Hit) and not found.damaged else NOT_THERE
+    return NOT_THERE if found.damaged or set(names) - done.keys() else 0
 
 
 def _compile(config: EngineConfig) -> None:
     begin = time.perf_counter()
-    with ProgressDisplay(config.log.progress) as display:
-        engine = start_engine(config, display.update)
-    display.table("resolved", engine.settings)
-    engine.close()
-    print(f"every graph is compiled after {time.perf_counter() - begin:.1f} s")
+    prepared = prepare(config)
+    if prepared.config.parallel.tp > 1:  # ranks compile what they run, together
+        with ProgressDisplay(config.log.progress) as display:
+            start_engine(config, display.update).close()
+        return
+    with ProgressDisplay(config.log.progress) as display, open_cache(prepared) as cache:
+        display.table("resolved", settings_of(config, prepared.config))
+        before = cache.jobs
+        compiler = Compiler(config, prepared.config, cache)
+        compiler.start(VARIANTS, least_workers=1)
+        compiler.wait(display.update)
+        after = cache.jobs
+    names = _names(prepared)
+    print(jobs_table(names, before, after))
+    size = store_of(config).size(fingerprint_of(prepared))
+    print(f"{time.perf_counter() - begin:.1f} s; on disk: {format_size(size)}")
+    missing = [name for name in names if name not in after]
+    if missing:
+        raise CacheError(f"not compiled: {', '.join(missing)}; the warnings above say why")
+
+
+def _names(prepared: Prepared) -> list[str]:
+    return [job.name for group in compile_jobs(prepared.config, VARIANTS) for job in group]
 
 
 def _import(config: EngineConfig, file: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from compile_cache.fingerprint import Fingerprint
 from compile_cache.session import Session
 from compile_cache.store import Store
-from compile_cache.warmup import Job, Report, run_jobs
+from compile_cache.warmup import Job, jobs_table, run_jobs
 
 HERE = Fingerprint({"torch": "2.13.0"})
 
@@ -31,7 +31,7 @@ class Builder:
         self.session, self.clock = session, clock
         self.log: list[str] = []
 
-    def job(self, name: str, *, always: bool = True, fails: bool = False) -> Job:
+    def job(self, name: str, *, fails: bool = False) -> Job:
         def run() -> None:
             if self.session.get(name) is not None:
                 self.log.append(f"load {name}")
@@ -43,7 +43,7 @@ class Builder:
             self.clock.now += 10
             self.session.put(name, name.encode())
 
-        return Job(name, run, always)
+        return Job(name, run)
 
 
 @pytest.fixture
@@ -54,39 +54,24 @@ def store(tmp_path: Path) -> Store:
     return Store(tmp_path / "cache", warn)
 
 
-def nothing(name: str, done: int, total: int, seconds: float) -> None:
+def nothing(name: str, seconds: float) -> None:
     pass
 
 
-def test_builds_then_loads_then_skips(store: Store) -> None:
+def test_what_is_done_is_left_out(store: Store) -> None:
     clock = Clock()
-    calls: list[tuple[str, int, int, float]] = []
+    calls: list[tuple[str, float]] = []
     with store.open(HERE) as session:
         build = Builder(session, clock)
-        report = run_jobs(
-            [build.job("a"), build.job("b")],
-            session,
-            lambda *call: calls.append(call),
-            clock=clock,
-        )
+        jobs = [build.job("a"), build.job("b")]
+        assert run_jobs(jobs, session, lambda *call: calls.append(call), clock)
     assert build.log == ["build a", "build b"]
-    assert [(r.name, r.outcome, r.seconds) for r in report.rows] == [
-        ("a", "built", 10.0),
-        ("b", "built", 10.0),
-    ]
-    assert report.complete and report.kept
-    assert calls == [("a", 0, 2, 0.0), ("a", 1, 2, 10.0), ("b", 1, 2, 0.0), ("b", 2, 2, 10.0)]
+    assert calls == [("a", 10.0), ("b", 10.0)]
     with store.open(HERE) as session:
         build = Builder(session, clock)
-        jobs = [build.job("a"), build.job("b", always=False)]
-        report = run_jobs(jobs, session, nothing, clock=clock)
-        assert build.log == ["load a"]
-        assert [(r.outcome, r.seconds, r.built_seconds) for r in report.rows] == [
-            ("loaded", 1.0, 10.0),
-            ("skipped", 0.0, 10.0),
-        ]
-        report = run_jobs(jobs, session, nothing, skip_done=True, clock=clock)
-        assert [r.outcome for r in report.rows] == ["skipped", "skipped"]
+        assert run_jobs([build.job("a"), build.job("c")], session, nothing, clock)
+        assert build.log == ["build c"]
+        assert session.jobs == {"a": 10.0, "b": 10.0, "c": 10.0}
 
 
 def test_stopped_in_the_middle_it_resumes(store: Store) -> None:
@@ -94,57 +79,58 @@ def test_stopped_in_the_middle_it_resumes(store: Store) -> None:
     with store.open(HERE) as session:
         build = Builder(session, clock)
         with pytest.raises(RuntimeError, match="no compiler"):
-            run_jobs(
-                [build.job("a"), build.job("b", fails=True), build.job("c")],
-                session,
-                nothing,
-                clock=clock,
-            )
+            jobs = [build.job("a"), build.job("b", fails=True), build.job("c")]
+            run_jobs(jobs, session, nothing, clock)
     with store.open(HERE) as session:
         build = Builder(session, clock)
-        report = run_jobs([build.job(n) for n in "abc"], session, nothing, clock=clock)
-    assert build.log == ["load a", "build b", "build c"]
-    assert [r.outcome for r in report.rows] == ["loaded", "built", "built"]
+        run_jobs([build.job(n) for n in "abc"], session, nothing, clock)
+    assert build.log == ["build b", "build c"]
 
 
-def test_a_time_budget_leaves_the_rest_for_the_next_run(store: Store) -> None:
+def test_two_processes_share_out_the_jobs(store: Store) -> None:
     clock = Clock()
-    outcomes = []
-    for _ in range(3):
-        with store.open(HERE) as session:
-            build = Builder(session, clock)
-            jobs = [build.job(n) for n in "abcd"]
-            report = run_jobs(jobs, session, nothing, skip_done=True, budget_s=15, clock=clock)
-            outcomes.append([r.outcome for r in report.rows])
-    assert outcomes == [
-        ["built", "built", "left", "left"],
-        ["skipped", "skipped", "built", "built"],
-        ["skipped"] * 4,
-    ]
+    with store.open(HERE) as one, store.open(HERE) as two, store.open(HERE) as waits:
+        run_jobs([Builder(one, clock).job("a")], one, nothing, clock)
+        run_jobs([Builder(two, clock).job("b")], two, nothing, clock)
+        assert waits.get("a") is None and not waits.jobs
+        waits.put("b", b"made here meanwhile")
+        waits.refresh()
+        assert waits.get("a") == b"a" and waits.get("b") == b"made here meanwhile"
+        assert waits.jobs == {"a": 10.0, "b": 10.0}
 
 
-def test_a_disk_that_keeps_nothing_is_said_in_the_table(tmp_path: Path) -> None:
+def test_a_damaged_file_is_whole_again_after_another_process_built_it(tmp_path: Path) -> None:
+    warned: list[str] = []
+    store, clock = Store(tmp_path / "cache", warned.append), Clock()
+    with store.open(HERE) as session:
+        run_jobs([Builder(session, clock).job("a")], session, nothing, clock)
+    for file in (store.path(HERE) / "objects").iterdir():
+        file.write_bytes(b"garbage")
+    with store.open(HERE) as waits:
+        assert waits.damaged and not waits.jobs and warned
+        with store.open(HERE) as builds:
+            run_jobs([Builder(builds, clock).job("a")], builds, nothing, clock)
+        waits.refresh()
+        assert not waits.damaged and waits.get("a") == b"a"
+        assert waits.seal()
+    with store.open(HERE) as session:
+        assert session.jobs == {"a": 10.0} and session.get("a") == b"a"
+
+
+def test_a_disk_that_keeps_nothing_is_said(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("in the way")
     warned: list[str] = []
     with Store(tmp_path / "cache", warned.append).open(HERE) as session:
         build = Builder(session, Clock())
-        report = run_jobs([build.job("a")], session, nothing)
+        assert not run_jobs([build.job("a")], session, nothing)
     assert build.log == ["build a"] and warned
-    assert not report.kept and "could be kept" in report.table()
 
 
-def test_the_table(store: Store) -> None:
-    clock = Clock()
-    with store.open(HERE) as session:
-        build = Builder(session, clock)
-        jobs = [build.job("decode 8 plain"), build.job("x")]
-        report = run_jobs(jobs, session, nothing, budget_s=5, clock=clock)
-    assert report.table(3 << 20).splitlines() == [
-        "job             outcome      now s   built s",
-        "decode 8 plain  built        10.00     10.00",
-        "x               left          0.00      0.00",
-        "total                        10.00     10.00",
-        "1 of 2 jobs are left; run the same command again",
-        "on disk: 3.0 MiB",
+def test_the_table() -> None:
+    names = ["decode 8 plain", "x", "y"]
+    assert jobs_table(names, {"x": 3.25}, {"x": 3.25, "decode 8 plain": 10.0}).splitlines() == [
+        "job             outcome    seconds",
+        "decode 8 plain  built         10.0",
+        "x               found          3.2",
+        "y               missing          -",
     ]
-    assert Report((), True).table().splitlines()[0].startswith("job")

@@ -1,0 +1,82 @@
+"""What is to be compiled for a configuration, as jobs that processes can share out.
+
+A job is one kind, variant and size class of the step; its first bucket is compiled, for the others
+share that compile. Jobs named "kernels" compile nothing of torch's: they run buckets once, so that
+Triton builds our own kernels for their sizes. Knows nothing of torch or of how a job is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine.resolve import ResolvedConfig
+from engine.scheduler.batch import Kind, Variant
+
+VARIANTS: tuple[Variant, ...] = ("plain", "full")
+# Decode buckets a process builds kernels for: each size may have a kernel of its own.
+_KERNEL_BUCKETS = 9
+
+
+@dataclass(frozen=True)
+class CompileJob:
+    """One thing to compile.
+
+    Attributes:
+        name: unique; kept in the entry's list of finished jobs.
+        kind, variant: of the step.
+        buckets: sizes to run, in order; the first is what the compile is specialised for.
+        compiled: False: the step runs uncompiled, for its own kernels' sake.
+    """
+
+    name: str
+    kind: Kind
+    variant: Variant
+    buckets: tuple[int, ...]
+    compiled: bool = True
+
+
+def compile_jobs(config: ResolvedConfig, variants: Sequence[Variant]) -> list[list[CompileJob]]:
+    """Groups of jobs; those of a group are for one process, one after the other."""
+    options = config.compile
+    if options.backend == "eager":
+        return []
+    sizes: dict[Kind, tuple[int, ...]] = {
+        "decode": options.decode_buckets,
+        "extend": options.extend_buckets,
+    }
+    groups = []
+    for kind, buckets in sizes.items():
+        for size_class in _size_classes(buckets, options.dynamic):
+            jobs = [
+                CompileJob(f"{kind} {_class_name(size_class)} {v}", kind, v, size_class[:1])
+                for v in variants
+            ]
+            # Where layers are compiled, both variants share all but the head.
+            groups += [jobs] if options.unit == "layer" else [[job] for job in jobs]
+    if config.device == "cuda":
+        for kind, buckets in sizes.items():
+            for start in range(0, len(buckets), _KERNEL_BUCKETS):
+                part = buckets[start : start + _KERNEL_BUCKETS]
+                name = f"kernels {kind} {_class_name(part)}"
+                groups.append([CompileJob(name, kind, variants[0], part, compiled=False)])
+    return groups
+
+
+def hint(buckets: Sequence[int]) -> int:
+    """The bucket that a compile for many is specialised for: Inductor tunes for its size."""
+    return next((size for size in buckets if size >= 8), buckets[-1])
+
+
+def _size_classes(buckets: tuple[int, ...], dynamic: bool) -> list[tuple[int, ...]]:
+    """Buckets that share a compile; torch makes a constant of size 1."""
+    if not dynamic:
+        return [(size,) for size in buckets]
+    larger = tuple(size for size in buckets if size > 1)
+    classes = [(hint(larger), *larger)] if larger else []
+    return [*classes, (1,)] if 1 in buckets else classes
+
+
+def _class_name(sizes: tuple[int, ...]) -> str:
+    low, high = min(sizes), max(sizes)
+    return str(low) if low == high else f"{low}..{high}"

@@ -1,0 +1,105 @@
+"""A process that compiles: jobs in, artefacts into the compile cache, a line out for each job.
+
+    python -m engine.compile_process --parent PID JOB... < configuration as JSON
+
+It needs neither weights nor pages: its parameters all lie in one piece of memory, as large as the
+largest, whose values nobody reads for their own sake. It may run beside an engine that loads, and
+several may share out the jobs of one entry: each job is kept as soon as it is done. Knows nothing
+of what the engine does with the artefacts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+
+import torch
+
+from compile_cache import Job, Session, run_jobs
+from engine.artefacts import Prepared, open_cache, prepare
+from engine.compile_jobs import VARIANTS, CompileJob, compile_jobs
+from engine.config import EngineConfig
+from engine.graph_programs import StepTensors
+from engine.graph_runner import GraphRunner
+from engine.parent_guard import die_with_parent
+from engine.step_compiler import build_runner
+from engine.worker import configure_threads, kv_pages, step_state
+from models.inputs import TensorParallel
+from models.weights import hollow_params
+
+# Pages of a hollow engine: the number is symbolic in whatever is compiled.
+_PAGES = 16
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compile the named jobs; the exit status."""
+    parser = argparse.ArgumentParser(prog="engine.compile_process")
+    parser.add_argument("--parent", type=int, default=os.getppid())
+    parser.add_argument("--nice", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=0, help="of Inductor's own compilers")
+    parser.add_argument("jobs", nargs="+")
+    args = parser.parse_args(argv)
+    die_with_parent(args.parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    os.nice(args.nice)
+    config = EngineConfig.model_validate_json(sys.stdin.read())
+    if args.threads:
+        os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = str(args.threads)
+    prepared = prepare(config)
+    with open_cache(prepared) as session:
+        hollow = _Hollow(prepared, session)
+        wanted = [job for group in compile_jobs(prepared.config, VARIANTS) for job in group]
+        jobs = [
+            Job(job.name, functools.partial(hollow.run, job))
+            for job in wanted
+            if job.name in args.jobs
+        ]
+        assert len(jobs) == len(args.jobs), (args.jobs, [job.name for job in wanted])
+        kept = run_jobs(jobs, session, _tell)
+        hollow.close()
+    return 0 if kept else 1
+
+
+class _Hollow:
+    """Runners over parameters without values."""
+
+    def __init__(self, prepared: Prepared, session: Session) -> None:
+        config, model, tp = prepared.config, prepared.model, TensorParallel()
+        device = torch.device(config.device)
+        configure_threads(config)
+        dtype: torch.dtype = getattr(torch, config.model.dtype)
+        params = hollow_params(model, tp, dtype, device, config.model.max_model_len)
+        pages = kv_pages(config, model, tp, _PAGES, dtype, device)
+        tensors = StepTensors(params, pages, *step_state(config, model, device))
+        self._build: Callable[[bool], GraphRunner] = lambda compiled: build_runner(
+            config, model, tp, tensors, device, session, compiles=compiled, records=False
+        )
+        self._runners: dict[bool, GraphRunner] = {}
+
+    def run(self, job: CompileJob) -> None:
+        """Do one job."""
+        if job.compiled not in self._runners:
+            self.close()  # the two kinds of runner share what is the process's own
+            self._runners[job.compiled] = self._build(job.compiled)
+        for size in job.buckets:
+            self._runners[job.compiled].warm_bucket(job.kind, size, job.variant)
+
+    def close(self) -> None:
+        """Free the runners."""
+        for runner in self._runners.values():
+            runner.close()
+        self._runners.clear()
+
+
+def _tell(name: str, seconds: float) -> None:
+    """A line for the parent after each job."""
+    print(json.dumps([name, seconds]), file=sys.__stdout__, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
