@@ -11,6 +11,7 @@ or text.
 from __future__ import annotations
 
 import functools
+import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -129,6 +130,8 @@ class Worker:
             compiler.start(["full"], nice=_NICE)
             runner.warm_in_background(["full"], compiler.wait, lambda: compiler.keep(["full"]))
         else:
+            gc.collect()
+            gc.freeze()  # each recording may collect, and would walk all that is alive
             self._timed("graphs", lambda: runner.warm(self._warm_progress))
             runner.forbid_recompiles()
             compiler.keep(VARIANTS)
