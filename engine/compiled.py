@@ -75,7 +75,7 @@ class CompiledFunction:
     ) -> None:
         self._function, self._name, self._kind = function, name, kind
         self._settings, self._log = settings, log
-        self._classes: list[Callable[..., Any]] = []
+        self._classes: dict[str, Callable[..., Any]] = {}
         self._by_rows: dict[int, Callable[..., Any]] = {}
 
     def __call__(self, *args: Any) -> Any:
@@ -86,14 +86,16 @@ class CompiledFunction:
         return run(*args)
 
     def _find(self, rows: int, args: tuple[Any, ...]) -> Callable[..., Any]:
-        for run in self._classes:
+        for run in self._classes.values():
             if _accepts(run, args):
                 return run
         assert not self._log.frozen, f"{self._name} would be compiled for {rows} rows while serving"
+        prefix, number = f"{self._name}-{'1' if rows == 1 else 'n'}-", 0
         while True:  # what the cache has under a name may be of another size class
-            name = f"{self._name}-{'1' if rows == 1 else 'n'}-{len(self._classes)}"
-            run = self._compile(name, args)
-            self._classes.append(run)
+            name, number = f"{prefix}{number}", number + 1
+            if name in self._classes:
+                continue
+            run = self._classes[name] = self._compile(name, args)
             if _accepts(run, args):
                 return run
             assert name in self._log.loaded, f"{name} does not take what it was compiled for"

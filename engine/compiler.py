@@ -49,6 +49,7 @@ class Compiler:
         self._readers: list[threading.Thread] = []
         self._finished: queue.SimpleQueue[tuple[str, float] | None] = queue.SimpleQueue()
         self._total = 0
+        self._closed = False
 
     def start(self, variants: Sequence[Variant], *, nice: int = 0, least_workers: int = 0) -> None:
         """Start processes for the jobs that the entry lacks; does not wait.
@@ -114,6 +115,7 @@ class Compiler:
 
     def close(self) -> None:
         """End the processes now; what they have finished stays."""
+        self._closed = True
         for process in self._processes:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
@@ -129,9 +131,10 @@ class Compiler:
                 left.remove(name)
                 self._finished.put((name, seconds))
         process.stdout.close()
-        if process.wait() >= 0 and left:
+        status = process.wait()
+        if left and not self._closed:
             logger.warning(
-                f"a compile process ended with status {process.returncode}; "
+                f"a compile process ended with status {status}; "
                 f"left to be compiled where it is needed: {', '.join(left)}"
             )
         self._finished.put(None)

@@ -70,17 +70,23 @@ class EngineCore:
         """One turn of the loop: the output of the step before (of this one without overlap), and
         failed requests.
         """
+        if self._held:
+            self.worker.warm_next()
         refused = self._release() if self._held else []
         before = self._in_flight
         self._in_flight = self._launch()
         if not self._overlap:
             before, self._in_flight = self._in_flight, None
         if before is None:
-            if self._held and self._in_flight is None:
-                time.sleep(_HELD_POLL_S)  # graphs are still being compiled
+            if self._held and self._in_flight is None and not self.worker.warm_next():
+                time.sleep(_HELD_POLL_S)  # graphs are still being compiled, in the background
             return None, refused + self.scheduler.take_failed()
         output, failed = self._outputs.process(before.batch, before.pending.wait())
         return output, refused + failed
+
+    def use_idle_time(self) -> bool:
+        """Do a little of what the start left for later; False: there is nothing (more)."""
+        return self.worker.warm_next()
 
     def _release(self) -> list[RequestFailed]:
         """Hand requests to the scheduler, but for those whose graphs are still being compiled."""

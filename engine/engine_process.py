@@ -57,8 +57,10 @@ class EngineLoop:
 
     def run(self) -> None:
         """Serve until Shutdown."""
-        while self._receive():
+        may_idle = True
+        while self._receive(wait=not may_idle):
             if not self._core.has_work:
+                may_idle = may_idle and self._core.use_idle_time()
                 continue
             output, failures = self._core.step()
             if output is not None and not is_empty(output):
@@ -70,12 +72,12 @@ class EngineLoop:
         """Queue one message to the API process; never blocks."""
         self._socket.send(self._encoder.encode(message), flags=zmq.NOBLOCK)
 
-    def _receive(self) -> bool:
-        """Handle every message that is there; wait for one if there is nothing to do.
+    def _receive(self, wait: bool) -> bool:
+        """Handle every message that is there; with `wait`, wait for one if there is nothing to do.
 
         False: shut down.
         """
-        timeout_ms = 0 if self._core.has_work else None
+        timeout_ms = 0 if self._core.has_work or not wait else None
         while self._socket.poll(timeout_ms):
             if not self._handle(self._decoder.decode(self._socket.recv())):
                 return False

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+import torch._inductor.config as inductor_config
 from torch import Tensor
 
 from engine.step_inputs import Bucket
@@ -104,14 +105,29 @@ class CompiledProgram(EagerProgram):
 
 
 class TreesProgram(EagerProgram):
-    """`torch.compile(mode="reduce-overhead")`: Inductor's CUDA graph trees record and replay."""
+    """`torch.compile(mode="reduce-overhead")`: Inductor's CUDA graph trees record and replay.
+
+    Args:
+        primer: runs a few layers of the same step uncompiled.
+    """
+
+    def __init__(self, step: StepFunction, tensors: StepTensors, primer: EagerProgram) -> None:
+        super().__init__(step, tensors)
+        self._primer = primer
+        self._is_loaded = False
 
     def warm(self, bucket: Bucket, inputs: StepInputs) -> None:
-        # Inductor runs a size once to warm up and once to record; the third call is the first
-        # replay.
-        for _ in range(3):
+        if not self._is_loaded:
+            # Loads every kernel that all buckets share: nothing may be loaded within a recording.
             self.run(bucket, inputs)
             torch.cuda.synchronize()
+            self._is_loaded = True
+        else:  # those that only this bucket has
+            self._primer.run(bucket, inputs)
+        # Inductor would run each size once more before it records it.
+        with inductor_config.patch({"triton.skip_cudagraph_warmup": True}):
+            self.run(bucket, inputs)
+        torch.cuda.synchronize()
 
     def run(self, bucket: Bucket, inputs: StepInputs) -> Tensor:
         # Without the mark, outputs of the step before count as live and the tree grows for ever.
@@ -122,18 +138,26 @@ class TreesProgram(EagerProgram):
 class ManualProgram(EagerProgram):
     """A compiled step function captured by hand into one CUDA graph per bucket, all in one memory
     pool.
+
+    Args:
+        primer: runs a few layers of the same step uncompiled.
+        pool: of CUDA graphs.
     """
 
-    def __init__(self, step: StepFunction, tensors: StepTensors, pool: Any) -> None:
+    def __init__(
+        self, step: StepFunction, tensors: StepTensors, primer: EagerProgram, pool: Any
+    ) -> None:
         super().__init__(step, tensors)
+        self._primer = primer
         self._pool = pool
         self._graphs: dict[Bucket, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
 
     def warm(self, bucket: Bucket, inputs: StepInputs) -> None:
-        for _ in range(
-            2
-        ):  # compile, then let every library take its workspaces outside the capture
+        # Compile, load kernels and let every library take its workspaces outside the recording.
+        if not self._graphs:
             super().run(bucket, inputs)
+        else:
+            self._primer.run(bucket, inputs)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):

@@ -116,6 +116,7 @@ class GraphRunner:
         self._turn = 0
         self._ready: set[tuple[Bucket, Variant]] = set()
         self._warm_variants: set[Variant] = set()
+        self._left: list[tuple[Bucket, Variant]] = []
         self._closed = False
         self._background: threading.Thread | None = None
         if cuda:
@@ -141,20 +142,34 @@ class GraphRunner:
     def warm(
         self, progress: Callable[[str, int, int], None], variants: Sequence[Variant] = VARIANTS
     ) -> None:
-        """Compile and record every bucket of the variants, largest first.
+        """Compile and record every bucket of the variants, largest first; the others are left to
+        `warm_next`.
 
         Blocks; progress(name, done, total).
         """
-        jobs = [(kind, variant) for variant in variants for kind in self._buckets]
-        total = sum(len(self._buckets[kind]) for kind, _ in jobs)
-        done = 0
-        for kind, variant in jobs:
-            for bucket in _warm_order(self._buckets[kind]):
-                progress(f"{kind} {bucket.num_tokens} {variant}", done, total)
-                self.warm_bucket(kind, bucket.num_tokens, variant)
-                done += 1
-        progress("", total, total)
+        every = [
+            (bucket, variant)
+            for variant in VARIANTS
+            for kind in self._buckets
+            for bucket in _warm_order(self._buckets[kind])
+        ]
+        jobs = [job for job in every if job[1] in variants]
+        self._left = [job for job in every if job[1] not in variants]
+        for done, (bucket, variant) in enumerate(jobs):
+            progress(f"{bucket.kind} {bucket.num_tokens} {variant}", done, len(jobs))
+            self.warm_bucket(bucket.kind, bucket.num_tokens, variant)
+        progress("", len(jobs), len(jobs))
         self.counters.start()
+
+    def warm_next(self) -> bool:
+        """Compile and record one of the buckets that `warm` left, between two steps; whether there
+        was one.
+        """
+        if not self._left:
+            return False
+        bucket, variant = self._left.pop(0)
+        self.warm_bucket(bucket.kind, bucket.num_tokens, variant)
+        return True
 
     def warm_bucket(self, kind: Kind, size: int, variant: Variant) -> None:
         """Compile and record one bucket."""

@@ -199,7 +199,7 @@ def _workers(config: EngineConfig, backend: str, device: str, machine: Machine) 
         )
     if ranks > 1 or backend == "eager" or not config.compile.cache:
         return 0
-    return _or(workers, max(1, machine.cores // 2) if device == "cuda" else 1)
+    return _or(workers, max(1, 3 * machine.cores // 4) if device == "cuda" else 1)
 
 
 def _backend(backend: str, device: str, machine: Machine) -> str:

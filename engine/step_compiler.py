@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,7 +31,8 @@ from engine.resolve import ResolvedConfig
 from engine.scheduler.batch import Kind, Variant
 from engine.step_inputs import Bucket
 from models.config import ModelConfig
-from models.inputs import TensorParallel
+from models.forward import as_is
+from models.inputs import KVCache, TensorParallel
 from models.ops import linear
 from models.sharding import local_heads
 from models.step import make_step
@@ -158,9 +160,26 @@ class _ProgramBuilder:
             step = self._compiled(step, kind)
         if not self._records:
             return CompiledProgram(step, self._tensors)
+        primer = self._primer(kind, variant)
         if self._trees and not self._by_layer:
-            return TreesProgram(step, self._tensors)
-        return ManualProgram(step, self._tensors, self._pool)
+            return TreesProgram(step, self._tensors, primer)
+        return ManualProgram(step, self._tensors, primer, self._pool)
+
+    def _primer(self, kind: Kind, variant: Variant) -> EagerProgram:
+        """The step with as few layers as have one of each sort, uncompiled."""
+        layers, windows = self._tensors.params["layers"], self._model.layer_windows
+        sorts = [(window, *sorted(p)) for window, p in zip(windows, layers, strict=True)]
+        count = 1 + max(sorts.index(sort) for sort in set(sorts))
+        model = replace(self._model, num_layers=count, layer_windows=windows[:count])
+        tensors = replace(
+            self._tensors,
+            params={**self._tensors.params, "layers": layers[:count]},
+            kv_cache=KVCache(self._tensors.kv_cache.layers[:count]),
+        )
+        kernels = linear.decode_kernels(self._device, self._config.compile.skinny_gemm)
+        most_logprobs = self._config.sampling.max_logprobs
+        step = make_step(model, self._tp, variant, kind, most_logprobs, as_is, kernels)
+        return EagerProgram(step, tensors)
 
     def _compiled(self, function: Callable[..., Any], kind: Kind) -> CompiledFunction:
         """The function, compiled; variants share what has the same name."""

@@ -85,6 +85,8 @@ class Worker:
     ) -> None:
         self._config = config
         self._progress = progress
+        self._is_alone = tp.size == 1
+        self._when_warm: Callable[[], object] | None = None
         self._phases: dict[str, float] = {}
         self.device = torch.device(config.device)
         dtype: torch.dtype = getattr(torch, config.model.dtype)
@@ -120,8 +122,8 @@ class Worker:
         """Load what is compiled, compile the rest, record the graphs; nothing is compiled while
         serving.
 
-        On a CPU the `full` variant is left to the background, for the first request seldom needs
-        it.
+        The first request seldom needs the `full` variant. On a CPU it is left to the background,
+        on a GPU to `warm_next`.
         """
         runner = self._runner
         if self.device.type == "cpu":
@@ -129,12 +131,28 @@ class Worker:
             compiler.keep(["plain"])
             compiler.start(["full"], nice=_NICE)
             runner.warm_in_background(["full"], compiler.wait, lambda: compiler.keep(["full"]))
-        else:
-            gc.collect()
-            gc.freeze()  # each recording may collect, and would walk all that is alive
-            self._timed("graphs", lambda: runner.warm(self._warm_progress))
-            runner.forbid_recompiles()
-            compiler.keep(VARIANTS)
+            return
+        gc.collect()
+        gc.freeze()  # each recording may collect, and would walk all that is alive
+        # Ranks must record the same graphs at the same time.
+        first: list[Variant] = ["plain"] if self._is_alone else list(VARIANTS)
+        self._timed("graphs", lambda: runner.warm(self._warm_progress, first))
+        compiler.keep(first)
+        self._when_warm = lambda: compiler.keep(VARIANTS)
+        if not self._is_alone:
+            self.warm_next()
+
+    def warm_next(self) -> bool:
+        """Record one graph that the start left out (a GPU); call it between steps. Whether there
+        was one.
+        """
+        if self._when_warm is None:
+            return False
+        if not self._runner.warm_next():
+            self._runner.forbid_recompiles()
+            self._when_warm()
+            self._when_warm = None
+        return True
 
     def is_ready(self, variant: Variant) -> bool:
         """Whether steps of the variant can be launched."""

@@ -37,7 +37,7 @@ def jobs_on_a_gpu(*overrides: str) -> list[list[CompileJob]]:
         capability=(9, 0),
         machine=Machine(16, None),
     )
-    assert config.compile.workers == 8, "half of the cores"
+    assert config.compile.workers == 12, "three of four cores"
     return compile_jobs(config, VARIANTS)
 
 
