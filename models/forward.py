@@ -92,20 +92,23 @@ def make_backbone(
         model: the configuration.
         tp: this rank's place.
         kind: "decode" or "extend".
-        compile_piece: applied once to the embedding and once to a layer of each window.
+        compile_piece: applied once to the embedding and once to a layer of each window, dense and
+            of experts apart.
         kernels: `fused` makes steps of fused operators, decode layers whole where the family's
             layers allow it.
     """
     family = family_of(model.architecture)
     fused = kernels.fused and kind == "decode" and can_fuse(family)
     embed_piece = compile_piece(_embed_piece(tp))
+    mixes = model.moe_layers or (False,) * model.num_layers
+    layer_kinds = list(zip(model.layer_windows, mixes, strict=True))
     layer_pieces = {
-        window: compile_piece(
-            _fused_layer_piece(model, tp, window, kernels)
+        layer_kind: compile_piece(
+            _fused_layer_piece(model, tp, *layer_kind, kernels)
             if fused
-            else _layer_piece(model, family, tp, window, kind, kernels)
+            else _layer_piece(model, family, tp, *layer_kind, kind, kernels)
         )
-        for window in sorted(set(model.layer_windows))
+        for layer_kind in sorted(set(layer_kinds))
     }
 
     def backbone(
@@ -121,10 +124,10 @@ def make_backbone(
             inputs.row_lens_R,
             inputs.row_offsets_R,
         )
-        for p, kv_layer, window in zip(
-            params["layers"], kv_cache.layers, model.layer_windows, strict=True
+        for p, kv_layer, layer_kind in zip(
+            params["layers"], kv_cache.layers, layer_kinds, strict=True
         ):
-            layer = layer_pieces[window]
+            layer = layer_pieces[layer_kind]
             if fused:
                 x_TE = layer(p, x_TE, rope_TD, kv_layer, rows)
             else:
@@ -142,14 +145,14 @@ def _embed_piece(tp: TensorParallel) -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 def _fused_layer_piece(
-    model: ModelConfig, tp: TensorParallel, window: int, kernels: Kernels
+    model: ModelConfig, tp: TensorParallel, window: int, mixes: bool, kernels: Kernels
 ) -> Callable[..., Tensor]:
     def fused_layer_step(
         p: Params, x_TE: Tensor, rope_TD: Tensor, kv_layer: Tensor, rows: Rows
     ) -> Tensor:
         return fused_decoder_layer(model, tp, window, kernels, p, x_TE, rope_TD, kv_layer, rows)
 
-    fused_layer_step.__name__ += f"_{window}"
+    fused_layer_step.__name__ += _suffix(window, mixes)
     return fused_layer_step
 
 
@@ -158,6 +161,7 @@ def _layer_piece(
     family: Family,
     tp: TensorParallel,
     window: int,
+    mixes: bool,
     kind: str,
     kernels: Kernels,
 ) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -173,5 +177,9 @@ def _layer_piece(
             model, family, tp, window, kind, kernels, p, x_TE, residual_TE, rope_TD, kv_layer, rows
         )
 
-    layer_step.__name__ += f"_{window}"
+    layer_step.__name__ += _suffix(window, mixes)
     return layer_step
+
+
+def _suffix(window: int, mixes: bool) -> str:
+    return f"_{window}_experts" if mixes else f"_{window}"

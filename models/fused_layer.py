@@ -2,7 +2,8 @@
 layers.decoder_layer.
 
 Five operators a layer: norm + qkv, heads + KV write + attention, o + residual, norm + gate_up +
-SwiGLU, down + residual. The hidden state is one tensor here; there is no separate residual.
+SwiGLU, down + residual. A mixture of experts is one instead of the last two: norm + router +
+experts + residual. The hidden state is one tensor here; there is no separate residual.
 
 Knows nothing of how many rows there are or which kernel they get.
 
@@ -16,15 +17,17 @@ from torch import Tensor
 from models.config import ModelConfig
 from models.inputs import TensorParallel
 from models.layers import Family, Params, Rows, mlp, row_parallel
+from models.moe import feed_forward, fused_mixture
+from models.ops.collectives import all_reduce
 from models.ops.fused import decode_attention
 from models.ops.linear import Kernels, fused_linear
 
 
 def can_fuse(family: Family) -> bool:
     """Whether the family's layers are what is fused here: attention with optional q/k norms, and a
-    gated MLP.
+    gated MLP or a mixture of such.
     """
-    return family.feed_forward is mlp
+    return family.feed_forward in (mlp, feed_forward)
 
 
 def fused_decoder_layer(
@@ -55,6 +58,11 @@ def fused_decoder_layer(
         kernels.pdl,
     )
     x_TE = _project(tp, kernels, p, "o", o_THD.flatten(1), x_TE)
+    if "router" in p:
+        if tp.size == 1:
+            return fused_mixture(model, kernels, p, x_TE, p["post_norm"], x_TE, rows.kv_slots_T)
+        y_TE = fused_mixture(model, kernels, p, x_TE, p["post_norm"], None, rows.kv_slots_T)
+        return x_TE + all_reduce(y_TE, tp.size, tp.group)
     mid_TF = fused_linear(
         x_TE,
         p["gate_up"],

@@ -50,12 +50,13 @@ class Family(NamedTuple):
         heads: qkv [T, (H + 2K) * D] -> q_THD, k_TKD, v_TKD before the rotary embedding. Fused
             kernels stand in for it: they split, and apply `q_norm` and `k_norm` where there are
                 such.
-        feed_forward: [T, E] -> [T, E], summed over the ranks.
+        feed_forward: normed [T, E] -> [T, E], summed over the ranks; the last argument is
+            kv_slots_T.
     """
 
     layer_specs: Callable[[ModelConfig, torch.dtype, str, int], LayerSpecs]
     heads: Callable[[ModelConfig, TensorParallel, Params, Tensor], tuple[Tensor, Tensor, Tensor]]
-    feed_forward: Callable[[ModelConfig, TensorParallel, Params, Tensor], Tensor]
+    feed_forward: Callable[[ModelConfig, TensorParallel, Kernels, Params, Tensor, Tensor], Tensor]
 
 
 def linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -100,7 +101,14 @@ def plain_heads(
     )
 
 
-def mlp(model: ModelConfig, tp: TensorParallel, p: Params, x_TE: Tensor) -> Tensor:
+def mlp(
+    model: ModelConfig,
+    tp: TensorParallel,
+    kernels: Kernels,
+    p: Params,
+    x_TE: Tensor,
+    kv_slots_T: Tensor,
+) -> Tensor:
     """down(silu(gate(x)) * up(x)), summed over the ranks (Shazeer 2020, SwiGLU)."""
     gate_TF, up_TF = linear(x_TE, p["gate_up"], p.get("gate_up_bias")).chunk(2, -1)
     return row_parallel(tp, p, "down", F.silu(gate_TF) * up_TF)
@@ -186,7 +194,7 @@ def decoder_layer(
     x_TE = attention(model, family, tp, window, kind, kernels, p, x_TE, rope_TD, kv_layer, rows)
     residual_TE = residual_TE + x_TE
     x_TE = rms_norm(residual_TE, p["post_norm"], model.norm_eps)
-    return family.feed_forward(model, tp, p, x_TE), residual_TE
+    return family.feed_forward(model, tp, kernels, p, x_TE, rows.kv_slots_T), residual_TE
 
 
 def attention_specs(model: ModelConfig, dtype: torch.dtype, prefix: str) -> LayerSpecs:

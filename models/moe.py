@@ -1,7 +1,8 @@
 """Mixture of experts in place of the gated MLP: a router picks experts for each token.
 
-No token is dropped, whatever the routing: there is no capacity. Ranks share each expert's width as
-they do a dense MLP's. Knows nothing of how the experts are computed (models.ops.experts).
+No token is dropped, whatever the routing: there is no capacity. Padding costs no expert. Ranks
+share each expert's width as they do a dense MLP's. Knows nothing of how the experts are computed
+(models.ops.experts).
 
 Legend: T tokens, E hidden, F ffn of an expert (this rank's), N experts, K experts per token.
 """
@@ -15,26 +16,62 @@ from models.config import ModelConfig
 from models.inputs import TensorParallel
 from models.layers import LayerSpecs, Params, linear, mlp
 from models.ops.collectives import all_reduce
-from models.ops.experts import grouped_experts
+from models.ops.experts import grouped_experts, mixture, top_experts
+from models.ops.linear import Kernels
 from models.param_spec import ParamSpec, Part
 
 
 def route(model: ModelConfig, router_NE: Tensor, x_TE: Tensor) -> tuple[Tensor, Tensor]:
     """float32 [T, K] weights and int64 [T, K] experts: the largest of a softmax over all N."""
-    scores_TN = torch.softmax(linear(x_TE, router_NE).float(), -1)
-    weights_TK, experts_TK = torch.topk(scores_TN, model.num_experts_per_token, -1)
-    if model.normalise_experts:
-        weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
-    return weights_TK, experts_TK
+    return top_experts(
+        linear(x_TE, router_NE), model.num_experts_per_token, model.normalise_experts
+    )
 
 
-def feed_forward(model: ModelConfig, tp: TensorParallel, p: Params, x_TE: Tensor) -> Tensor:
+def feed_forward(
+    model: ModelConfig,
+    tp: TensorParallel,
+    kernels: Kernels,
+    p: Params,
+    x_TE: Tensor,
+    kv_slots_T: Tensor,
+) -> Tensor:
     """The experts' weighted sum, over the ranks; a layer without a router has a dense MLP."""
     if "router" not in p:
-        return mlp(model, tp, p, x_TE)
-    weights_TK, experts_TK = route(model, p["router"], x_TE)
-    y_TE = grouped_experts(x_TE, weights_TK, experts_TK, p["experts_gate_up"], p["experts_down"])
+        return mlp(model, tp, kernels, p, x_TE, kv_slots_T)
+    if kernels.fused:
+        y_TE = fused_mixture(model, kernels, p, x_TE, None, None, kv_slots_T)
+    else:
+        weights_TK, experts_TK = route(model, p["router"], x_TE)
+        experts = (p["experts_gate_up"], p["experts_down"])
+        y_TE = grouped_experts(x_TE, weights_TK, experts_TK, kv_slots_T, *experts)
     return all_reduce(y_TE, tp.size, tp.group)
+
+
+def fused_mixture(
+    model: ModelConfig,
+    kernels: Kernels,
+    p: Params,
+    x_TE: Tensor,
+    norm_E: Tensor | None,
+    residual_TE: Tensor | None,
+    kv_slots_T: Tensor,
+) -> Tensor:
+    """This rank's share of the experts' weighted sum, with norm and residual in one operator."""
+    y_TE: Tensor = mixture(
+        x_TE,
+        norm_E,
+        model.norm_eps,
+        p["router"],
+        kv_slots_T,
+        p["experts_gate_up"],
+        p["experts_down"],
+        model.num_experts_per_token,
+        model.normalise_experts,
+        residual_TE,
+        kernels.pdl,
+    )
+    return y_TE
 
 
 def moe_specs(

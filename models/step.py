@@ -49,8 +49,9 @@ def make_step(
         variant: "plain" or "full", see models.sampling.
         kind: "decode" (every row has one token) or "extend".
         max_logprobs: alternatives reported by the full variant.
-        compile_piece: applied to the embedding, to a layer of each window, and to head and sampling
-            together; for an engine that compiles these pieces instead of the whole.
+        compile_piece: applied to the embedding, to a layer of each window (dense and of experts
+            apart), and to head and sampling together; for an engine that compiles these pieces
+            instead of the whole.
         kernels: which kernels of ours decode steps use.
 
     Returns:

@@ -45,6 +45,15 @@ MODELS = {
     "qwen2": tiny("Qwen2ForCausalLM"),
     "llama": tiny("LlamaForCausalLM", attention_bias=True, mlp_bias=True),
     "mistral": tiny("MistralForCausalLM", sliding_window=5),
+    "mixtral": tiny("MixtralForCausalLM", num_local_experts=4, num_experts_per_tok=2),
+    "qwen3_moe": tiny(
+        "Qwen3MoeForCausalLM",
+        num_experts=6,
+        num_experts_per_tok=3,
+        moe_intermediate_size=24,
+        norm_topk_prob=False,
+        mlp_only_layers=[1],
+    ),
 }
 
 

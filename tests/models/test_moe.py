@@ -15,7 +15,7 @@ from models.config import ModelConfig
 from models.errors import UnsupportedModel
 from models.inputs import TensorParallel
 from models.moe import route
-from models.ops.experts import grouped_experts, sorted_experts
+from models.ops.experts import grouped_experts, mixture, sorted_experts
 from models.param_spec import leaves
 from models.registry import param_specs
 from models.sharding import placement
@@ -89,6 +89,7 @@ def experts(tokens: int, chosen: int, dtype: torch.dtype = torch.float32) -> tup
         torch.randn(tokens, 64, dtype=dtype),
         torch.rand(tokens, chosen),
         choice,
+        torch.arange(tokens, dtype=torch.int32),
         (torch.randn(8, 96, 64) * 0.1).to(dtype),
         (torch.randn(8, 64, 48) * 0.1).to(dtype),
     )
@@ -98,7 +99,7 @@ def experts(tokens: int, chosen: int, dtype: torch.dtype = torch.float32) -> tup
 @pytest.mark.parametrize(("tokens", "chosen"), [(1, 1), (1, 8), (7, 2), (50, 1), (50, 3)])
 def test_experts_one_token_at_a_time(compute: Any, tokens: int, chosen: int) -> None:
     arguments = experts(tokens, chosen)
-    x_TE, weights_TK, experts_TK, gate_up_NGE, down_NEF = (a.double() for a in arguments)
+    x_TE, weights_TK, experts_TK, _, gate_up_NGE, down_NEF = (a.double() for a in arguments)
     expected = torch.zeros_like(x_TE)
     for t in range(tokens):
         for weight, expert in zip(weights_TK[t], experts_TK[t].long(), strict=True):
@@ -106,6 +107,18 @@ def test_experts_one_token_at_a_time(compute: Any, tokens: int, chosen: int) -> 
             expected[t] += weight * (down_NEF[expert] @ (F.silu(gate) * up))
     got = compute(*arguments)
     torch.testing.assert_close(got.double(), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("compute", [grouped_experts, sorted_experts])
+def test_padding_is_zero_and_touches_no_expert(compute: Any) -> None:
+    arguments = experts(20, 3)
+    x_TE, slots_T = arguments[0], arguments[3]
+    padding = torch.rand(20) < 0.5
+    expected = compute(*arguments)
+    x_TE[padding], slots_T[padding] = torch.nan, -1
+    got = compute(*arguments)
+    assert not got[padding].any()
+    torch.testing.assert_close(got[~padding], expected[~padding], atol=1e-6, rtol=0)
 
 
 def test_both_implementations_agree_in_bfloat16() -> None:
@@ -117,6 +130,11 @@ def test_both_implementations_agree_in_bfloat16() -> None:
 
 def test_experts_are_a_proper_operator() -> None:
     torch.library.opcheck(grouped_experts, experts(7, 2))
+    x_TE, _, _, slots_T, *weights = experts(7, 2)
+    router_NE, norm_E = torch.randn(8, 64), torch.rand(64)
+    for norm, residual in ((norm_E, x_TE), (None, None)):
+        arguments = (x_TE, norm, 1e-5, router_NE, slots_T, *weights, 2, True, residual, False)
+        torch.library.opcheck(mixture, arguments)
 
 
 def test_weights_of_the_chosen() -> None:

@@ -1,0 +1,317 @@
+"""A mixture of experts on a GPU: its kernels one by one against torch's grouped products, and the
+whole engine on the shape of Qwen3-30B-A3B.
+
+    python -m bench.moe kernels [--tokens 1 8 64 256 4096] [--results FOLDER]
+    python -m bench.moe engine [--results FOLDER]
+
+`kernels`: microseconds of one layer's mixture under graph replay, layers in rotation so that no
+weight is in the L2 cache, every candidate launch of ours; what was best goes into
+models/ops/experts_table.py by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from bench.kernels import BANDWIDTH, replay_us
+from bench.report import RESULTS, save
+from models.ops import experts_triton, route_triton
+from models.ops.experts import grouped_experts, mixture, top_experts
+from models.ops.experts_table import Choice, Tiles, choose_experts, num_tiles
+
+FLOPS = 790e12  # a second, bfloat16, of a large matrix product on an H200
+LAYERS = 4
+
+
+class Shape(NamedTuple):
+    """Of Qwen3-30B-A3B's mixtures."""
+
+    hidden: int = 2048
+    ffn: int = 768
+    experts: int = 128
+    top_k: int = 8
+
+
+SHAPE = Shape()
+
+
+class Layer(NamedTuple):
+    """Random bfloat16 weights of a mixture."""
+
+    norm: Tensor
+    router: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+    @classmethod
+    def draw(cls, s: Shape) -> Layer:
+        normal = functools.partial(torch.randn, dtype=torch.bfloat16, device="cuda")
+        return cls(
+            normal(s.hidden) * 0.1 + 1,
+            normal(s.experts, s.hidden) * 0.02,
+            normal(s.experts, 2 * s.ffn, s.hidden).mul_(0.02),
+            normal(s.experts, s.hidden, s.ffn).mul_(0.02),
+        )
+
+
+def floor_us(s: Shape, num_tokens: int, touched: int) -> dict[str, float]:
+    """Microseconds of the touched experts' bytes, and of the FLOPs, up and down apart."""
+    up, down = 4 * s.ffn * s.hidden, 2 * s.ffn * s.hidden
+    pairs = num_tokens * s.top_k
+    return {
+        name: max(touched * size / BANDWIDTH, pairs * size / FLOPS) * 1e6
+        for name, size in (("up", up), ("down", down), ("all", up + down))
+    }
+
+
+def candidates(num_tokens: int, up: bool) -> Iterator[tuple[int, bool, Tiles]]:
+    """(block_m, tall, launch) of one product worth timing."""
+    average = num_tokens * SHAPE.top_k / SHAPE.experts
+    tall = ((64, 128, 4, 4), (64, 64, 6, 4), (64, 256, 3, 4), (128, 64, 4, 4), (128, 128, 3, 8),
+            (64, 128, 3, 4), (32, 256, 4, 4), (128, 64, 6, 8), (64, 128, 5, 8))  # fmt: skip
+    if average <= 64:
+        blocks = {True: (16,), False: (16, 32, 64)}[average <= 5]
+        for block_m, tile in itertools.product(blocks, tall):
+            if block_m * 4 >= average:
+                yield block_m, True, Tiles(*tile)
+    if average > 8:
+        wide = ((64, 64, 4, 4), (64, 64, 4, 8), (128, 64, 3, 8), (128, 64, 4, 8), (64, 128, 3, 8),
+                (128, 64, 3, 4), (128, 128, 2, 8))  # fmt: skip
+        only_down = ((256, 64, 3, 8), (256, 64, 4, 8), (128, 64, 4, 4), (128, 128, 3, 8))
+        blocks = (64,) if average <= 32 else (64, 128)
+        for block_m, tile in itertools.product(blocks, wide if up else (*wide, *only_down)):
+            for tma in (False, True):
+                yield block_m, False, Tiles(*tile, tma)
+
+
+def one_candidates() -> Iterator[tuple[Tiles, Tiles]]:
+    """Launches of the kernels of one token."""
+    best_up, best_down = Tiles(4, 512), Tiles(4, 256)
+    for n, k, warps in itertools.product((1, 2, 4, 8), (512, 1024, 2048), (4, 8)):
+        if 1024 <= n * k <= 8192:
+            yield Tiles(n, k, 1, warps), best_down
+    for n, k, warps in itertools.product((2, 4, 8, 16), (128, 256), (4, 8)):
+        if 512 <= n * k <= 4096:
+            yield best_up, Tiles(n, k, 1, warps)
+
+
+class Run(NamedTuple):
+    """Tokens in front of every layer, already routed for tiles of `block_m`."""
+
+    x: Tensor
+    slots: Tensor
+    layers: list[Layer]
+    mid: Tensor
+    out: Tensor
+
+    @classmethod
+    def make(cls, num_tokens: int, layers: list[Layer]) -> Run:
+        normal = functools.partial(torch.randn, dtype=torch.bfloat16, device="cuda")
+        pairs = num_tokens * SHAPE.top_k
+        slots = torch.arange(num_tokens, dtype=torch.int32, device="cuda")
+        x = normal(num_tokens, SHAPE.hidden)
+        return cls(x, slots, layers, normal(pairs, SHAPE.ffn), normal(pairs, SHAPE.hidden))
+
+    def route(self, block_m: int, layer: Layer) -> route_triton.Routing:
+        count = len(self.x)
+        tiles = num_tiles(count, SHAPE.top_k, SHAPE.experts, block_m)
+        return route_triton.route(
+            self.x, layer.router, self.slots, SHAPE.top_k, True, block_m, tiles, True
+        )
+
+    def touched(self) -> float:
+        """Experts that a layer's tokens go to, on average."""
+        sizes = [
+            len(top_experts(self.x.float() @ layer.router.float().t(), 8, True)[1].unique())
+            for layer in self.layers
+        ]
+        return sum(sizes) / len(sizes)
+
+
+def in_torch(run: Run, layer: Layer) -> Tensor:
+    """Router in torch's kernels, experts in its grouped products."""
+    logits = torch.nn.functional.linear(run.x, layer.router)
+    weights, experts = top_experts(logits, SHAPE.top_k, True)
+    y: Tensor = grouped_experts(run.x, weights, experts, run.slots, layer.gate_up, layer.down)
+    return y
+
+
+def in_ours(run: Run, layer: Layer) -> Tensor:
+    """The whole operator."""
+    y: Tensor = mixture(
+        run.x, None, 0.0, layer.router, run.slots, layer.gate_up, layer.down, SHAPE.top_k, True,
+        run.x, True,
+    )  # fmt: skip
+    return y
+
+
+def one_call(run: Run, tiles: tuple[Tiles, Tiles], layer: Layer) -> Tensor:
+    x, logits = route_triton.logits_of_one(run.x, layer.norm, 1e-6, layer.router, True)
+    y = torch.empty_like(x)
+    experts_triton.one_token(
+        x, logits, run.slots, layer.gate_up, layer.down, SHAPE.top_k, True, x, y, True, tiles
+    )
+    return y
+
+
+def time_products(run: Run) -> dict[str, Any]:
+    """Every candidate of both products; the best pair of launches by block_m."""
+    times: dict[str, list[tuple[float, tuple[Any, ...]]]] = {"up": [], "down": []}
+    for up in (True, False):
+        routings: dict[int, list[route_triton.Routing]] = {}
+        for block_m, tall, tiles in candidates(len(run.x), up):
+            if block_m not in routings:
+                routings[block_m] = [run.route(block_m, layer) for layer in run.layers]
+            choice = Choice(block_m, tall, tiles, tiles)
+            calls = [
+                functools.partial(
+                    experts_triton.product,
+                    run.x if up else run.mid,
+                    layer.gate_up if up else layer.down,
+                    routing,
+                    run.mid if up else run.out,
+                    up,
+                    choice,
+                    tiles,
+                    True,
+                )
+                for layer, routing in zip(run.layers, routings[block_m], strict=True)
+            ]
+            try:
+                us = replay_us(calls, 5 if len(run.x) > 1000 else 10)
+            except Exception as failure:
+                print("failed:", block_m, tall, tiles, str(failure)[:150], flush=True)
+                continue
+            times["up" if up else "down"].append((us, (block_m, tall, *tiles)))
+    for rows in times.values():
+        rows.sort()
+    return times
+
+
+def time_tokens(num_tokens: int, layers: list[Layer], top: int) -> dict[str, Any]:
+    """All ways to compute the mixture of so many tokens."""
+    run = Run.make(num_tokens, layers)
+    touched = run.touched()
+    floor = floor_us(SHAPE, num_tokens, round(touched))
+    expected = in_torch(run, layers[0]).float()
+    got = (in_ours(run, layers[0]) - run.x).float()
+    error = float((got - expected).norm() / expected.norm())
+    whole: dict[str, float] = {}
+    ways: tuple[tuple[str, Callable[..., Tensor]], ...] = (("torch", in_torch), ("ours", in_ours))
+    for name, way in ways:
+        whole[name] = replay_us([functools.partial(way, run, layer) for layer in layers], 10)
+    print(
+        f"T={num_tokens:<5} touched {touched:5.1f}  floor {floor['all']:7.1f} (up {floor['up']:.1f}"
+        f" down {floor['down']:.1f})  torch {whole['torch']:8.1f}  ours {whole['ours']:8.1f}"
+        f"  error {error:.1e}",
+        flush=True,
+    )
+    result = {"tokens": num_tokens, "touched": touched, "floor_us": floor, "whole_us": whole}
+    if num_tokens == 1:
+        times: Any = []
+        for tiles in one_candidates():
+            calls = [functools.partial(one_call, run, tiles, layer) for layer in layers]
+            times.append((replay_us(calls * 4, 10), tuple(map(tuple, tiles))))
+        times.sort()
+        logits = [
+            functools.partial(
+                route_triton.logits_of_one, run.x, layer.norm, 1e-6, layer.router, True
+            )
+            for layer in layers
+        ]
+        print("   logits alone", round(replay_us(logits * 4, 10), 2))
+        _print_best("one", times, top)
+        return {**result, "one_us": times}
+    block_m = choose_experts(num_tokens, SHAPE.top_k, SHAPE.experts).block_m
+    route = replay_us([functools.partial(run.route, block_m, layer) for layer in layers], 10)
+    print(f"   route {route:.1f}")
+    products = time_products(run)
+    for name, rows in products.items():
+        for block in sorted({row[1][0] for row in rows}):
+            _print_best(f"{name} BM={block}", [row for row in rows if row[1][0] == block], top)
+    return {**result, "route_us": route, "products_us": products}
+
+
+def _print_best(name: str, rows: Sequence[tuple[float, Any]], top: int) -> None:
+    print(f"   {name:11}", "  ".join(f"{us:.1f} {what[1:]}" for us, what in rows[:top]), flush=True)
+
+
+def _compile(job: tuple[int, bool, bool, int, Tiles]) -> str | None:
+    """In a worker process: compile one launch, for the cache on disk. No tile has an expert."""
+    block_m, tall, up, num_tokens, tiles = job
+    pairs = num_tokens * SHAPE.top_k
+    try:
+        wide = functools.partial(torch.zeros, dtype=torch.bfloat16, device="cuda")
+        ints = functools.partial(torch.zeros, dtype=torch.int32, device="cuda")
+        routing = route_triton.Routing(
+            torch.zeros(num_tokens, SHAPE.top_k), ints(pairs), ints(4, 4) - 1
+        )
+        x, y = wide(pairs, SHAPE.hidden), wide(pairs, SHAPE.ffn)
+        w = wide(2, 2 * SHAPE.ffn, SHAPE.hidden) if up else wide(2, SHAPE.hidden, SHAPE.ffn)
+        choice = Choice(block_m, tall, tiles, tiles)
+        x, y = (x[:num_tokens], y) if up else (y, x)
+        experts_triton.product(x, w, routing, y, up, choice, tiles, True)
+        torch.cuda.synchronize()
+    except Exception as error:  # a candidate that does not fit is reported, not fatal
+        return f"{job}: {error}"[:200]
+    return None
+
+
+def compile_all(token_counts: Sequence[int], workers: int) -> None:
+    """Compile the candidates on all cores."""
+    jobs = {
+        (block_m, tall, up, 16, tiles)
+        for count in token_counts
+        if count > 1
+        for up in (True, False)
+        for block_m, tall, tiles in candidates(count, up)
+    }
+    workers = max(1, min(workers, (os.cpu_count() or 2) - 1, len(jobs)))
+    print(f"{len(jobs)} candidates, {workers} workers", flush=True)
+    with multiprocessing.get_context("spawn").Pool(workers) as pool:
+        for failure in pool.imap_unordered(_compile, sorted(jobs), chunksize=2):
+            if failure:
+                print("failed:", failure, flush=True)
+
+
+def kernels(args: argparse.Namespace) -> dict[str, Any]:
+    if not args.skip_compile:
+        compile_all(args.tokens, args.workers)
+    if args.compile_only:
+        return {}
+    torch.manual_seed(0)
+    layers = [Layer.draw(SHAPE) for _ in range(LAYERS)]
+    return {"kernels": [time_tokens(count, layers, args.top) for count in args.tokens]}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; the exit status."""
+    parser = argparse.ArgumentParser(prog="bench.moe", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("what", choices=("kernels",))
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 64, 256, 4096])
+    parser.add_argument("--top", type=int, default=5, help="candidates printed")
+    parser.add_argument("--workers", type=int, default=14)
+    parser.add_argument("--compile-only", action="store_true", help="fill the cache on disk")
+    parser.add_argument("--skip-compile", action="store_true", help="it is filled")
+    parser.add_argument("--name", default="moe_kernels", help="of the JSON file")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    args = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        sys.exit("bench.moe needs a GPU")
+    print(save(args.name, kernels(args), args.results))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,394 @@
+"""Triton kernels of a mixture's experts: two grouped products over pairs of a token and an expert,
+SwiGLU fused into the first, and a weighted sum per token. Each touched expert's weights are read
+once a tile of its pairs.
+
+With few pairs an expert the weights are the tall side of the product (tensor cores want 64 rows);
+with many the pairs are. One token multiplies on CUDA cores, and its second product sums over its
+experts at once.
+
+Knows nothing of torch.library or of which launch is best. Importing it needs Triton.
+
+Legend: T tokens, N experts, K experts per token, P = T * K pairs, E hidden, F ffn of an expert; in
+kernels also columns N of a product and its inner dimension K.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from models.ops.attend_triton import prefetch
+from models.ops.experts_table import Choice, Tiles, block_of
+from models.ops.route_triton import Routing, ranks
+
+try:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError:
+    TensorDescriptor = None
+
+
+def one_token(
+    x_TE: Tensor,
+    logits: Tensor,
+    kv_slots_T: Tensor,
+    gate_up_NGE: Tensor,
+    down_NEF: Tensor,
+    top_k: int,
+    normalise: bool,
+    residual_TE: Tensor | None,
+    y_TE: Tensor,
+    pdl: bool,
+    tiles: tuple[Tiles, Tiles] = (Tiles(4, 512), Tiles(4, 256)),
+) -> None:
+    """The mixture of one token, given its logits: two kernels."""
+    num_experts, hidden, ffn = down_NEF.shape
+    mid = torch.empty((top_k, ffn), dtype=x_TE.dtype, device=x_TE.device)
+    chosen = torch.empty((2, top_k), dtype=torch.float32, device=x_TE.device)
+    up, down = tiles
+    common: dict[str, Any] = {
+        "N": num_experts,
+        "NP": triton.next_power_of_2(num_experts),
+        "TOP": top_k,
+        "E": hidden,
+        "F": ffn,
+        "NORMALISE": normalise,
+        "PDL": pdl,
+        "launch_pdl": pdl,
+    }
+    _up_one_kernel[(triton.cdiv(ffn, up.block_n), top_k)](
+        x_TE,
+        logits,
+        kv_slots_T,
+        gate_up_NGE,
+        mid,
+        chosen,
+        BN=up.block_n,
+        BK=min(up.block_k, triton.next_power_of_2(hidden)),
+        num_warps=up.warps,
+        **common,
+    )
+    _down_one_kernel[(triton.cdiv(hidden, down.block_n),)](
+        mid,
+        logits,
+        chosen,
+        kv_slots_T,
+        down_NEF,
+        y_TE if residual_TE is None else residual_TE,
+        y_TE,
+        BN=down.block_n,
+        BK=block_of(ffn, down.block_k),
+        TOPP=triton.next_power_of_2(top_k),
+        LINES=triton.next_power_of_2(max(1, ffn * x_TE.element_size() // 128)),
+        RESIDUAL=residual_TE is not None,
+        num_warps=down.warps,
+        **common,
+    )
+
+
+@triton.jit
+def _up_one_kernel(
+    x_ptr, logits_ptr, slots_ptr, w_ptr, mid_ptr, chosen_ptr,
+    N: tl.constexpr, NP: tl.constexpr, TOP: tl.constexpr, E: tl.constexpr, F: tl.constexpr,
+    NORMALISE: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    k = tl.program_id(1)
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    i = tl.arange(0, BK)
+    real = tl.load(slots_ptr) >= 0
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    if real:
+        rank, weights = ranks(logits_ptr, N, TOP, NP, NORMALISE)
+        expert = tl.sum(tl.where(rank == k, tl.arange(0, NP), 0), 0)
+        if tl.program_id(0) == 0:
+            weight = tl.sum(tl.where(rank == k, weights, 0.0), 0)
+            tl.store(chosen_ptr + k, weight)
+            tl.store(chosen_ptr + TOP + k, expert.to(tl.float32, bitcast=True))
+        base_ptr = w_ptr + expert.to(tl.int64) * (2 * F * E)
+        row = n[:, None] * E + i[None, :]
+        gate = tl.zeros([BN, BK], tl.float32)
+        up = tl.zeros([BN, BK], tl.float32)
+        for j in tl.static_range(0, E, BK):
+            mask = (n < F)[:, None] & (i < E - j)[None, :]
+            g = tl.load(base_ptr + row + j, mask=mask, other=0.0, eviction_policy="evict_first")
+            u = tl.load(
+                base_ptr + F * E + row + j, mask=mask, other=0.0, eviction_policy="evict_first"
+            )
+            x = tl.load(x_ptr + i + j, mask=i < E - j, other=0.0).to(tl.float32)[None, :]
+            gate += g.to(tl.float32) * x
+            up += u.to(tl.float32) * x
+        g = tl.sum(gate, 1)
+        y = g * tl.sigmoid(g) * tl.sum(up, 1)
+        tl.store(mid_ptr + k * F + n, y.to(mid_ptr.dtype.element_ty), mask=n < F)
+
+
+@triton.jit
+def _down_one_kernel(
+    mid_ptr, logits_ptr, chosen_ptr, slots_ptr, w_ptr, residual_ptr, y_ptr,
+    N: tl.constexpr, NP: tl.constexpr, TOP: tl.constexpr, E: tl.constexpr, F: tl.constexpr,
+    NORMALISE: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TOPP: tl.constexpr,
+    LINES: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    i = tl.arange(0, BK)
+    real = tl.load(slots_ptr) >= 0
+    if PDL:
+        # The logits are two kernels old: the weights may be asked for ahead of the wait.
+        if real:
+            rank, _ = ranks(logits_ptr, N, TOP, NP, NORMALISE)
+            k = tl.arange(0, TOPP)[:, None]
+            expert = tl.sum(tl.where(rank[None, :] == k, tl.arange(0, NP)[None, :], 0), 1)
+            line = tl.arange(0, BN * LINES)
+            row = tl.program_id(0) * BN + line // LINES
+            part = (
+                line % LINES * (128 // tl.constexpr(w_ptr.dtype.element_ty.primitive_bitwidth // 8))
+            )
+            at = expert.to(tl.int64)[:, None] * (E * F) + (row * F + part)[None, :]
+            prefetch(w_ptr + at, (k < TOP) & ((row < E) & (part < F))[None, :])
+        gdc_wait()
+        gdc_launch_dependents()
+    acc = tl.zeros([BN, BK], tl.float32)
+    if real:
+        row = n[:, None] * F + i[None, :]
+        for k in tl.static_range(TOP):
+            weight = tl.load(chosen_ptr + k)
+            expert = tl.load(chosen_ptr + TOP + k).to(tl.int32, bitcast=True)
+            base_ptr = w_ptr + expert.to(tl.int64) * (E * F)
+            for j in tl.range(0, F, BK):
+                inside = i < F - j
+                w = tl.load(
+                    base_ptr + row + j,
+                    mask=(n < E)[:, None] & inside[None, :],
+                    other=0.0,
+                    eviction_policy="evict_first",
+                )
+                x = tl.load(mid_ptr + k * F + i + j, mask=inside, other=0.0).to(tl.float32)
+                acc += w.to(tl.float32) * (x * weight)[None, :]
+    y = tl.sum(acc, 1)
+    if RESIDUAL:
+        y += tl.load(residual_ptr + n, mask=n < E, other=0.0).to(tl.float32)
+    tl.store(y_ptr + n, y.to(y_ptr.dtype.element_ty), mask=n < E)
+
+
+def many_tokens(
+    x_TE: Tensor,
+    routing: Routing,
+    kv_slots_T: Tensor,
+    gate_up_NGE: Tensor,
+    down_NEF: Tensor,
+    residual_TE: Tensor | None,
+    y_TE: Tensor,
+    choice: Choice,
+    pdl: bool,
+) -> None:
+    """The mixture of routed tokens: two grouped products and a sum."""
+    (num_tokens, hidden), top_k = x_TE.shape, routing.weights_TK.shape[1]
+    ffn = down_NEF.shape[2]
+    pairs = num_tokens * top_k
+    assert pairs * max(hidden, ffn) < 2**31, "offsets are 32 bits wide"
+    mid_PF = torch.empty((pairs, ffn), dtype=x_TE.dtype, device=x_TE.device)
+    product(x_TE, gate_up_NGE, routing, mid_PF, True, choice, choice.up, pdl)
+    out_PE = torch.empty((pairs, hidden), dtype=x_TE.dtype, device=x_TE.device)
+    product(mid_PF, down_NEF, routing, out_PE, False, choice, choice.down, pdl)
+    block = min(1024, triton.next_power_of_2(hidden))
+    _sum_kernel[(num_tokens, triton.cdiv(hidden, block))](
+        out_PE,
+        routing.weights_TK,
+        kv_slots_T,
+        y_TE if residual_TE is None else residual_TE,
+        y_TE,
+        E=hidden,
+        TOP=top_k,
+        BLOCK=block,
+        RESIDUAL=residual_TE is not None,
+        PDL=pdl,
+        num_warps=4,
+        launch_pdl=pdl,
+    )
+
+
+def product(
+    x: Tensor,
+    w: Tensor,
+    routing: Routing,
+    y: Tensor,
+    up: bool,
+    choice: Choice,
+    tiles: Tiles,
+    pdl: bool,
+) -> None:
+    """One grouped product.
+
+    Args:
+        x: with `up` the tokens [T, E], else the pairs' [P, F] in the order of routing.pairs_P.
+        w: [N, 2 F, E], gate rows before up rows, with `up`; else [N, E, F].
+        y: with `up` [P, F], silu(gate) * up, in the order of routing.pairs_P; else [P, E], pair by
+            pair.
+    """
+    columns, inner = y.shape[1], w.shape[2]
+    wide = x.element_size() > 2
+    block_k = min(tiles.block_k, max(16, triton.next_power_of_2(inner)))
+    sizes: dict[str, Any] = {
+        "TOP": routing.weights_TK.shape[1],
+        "N": columns,
+        "K": inner,
+        "BM": choice.block_m,
+        "BN": tiles.block_n,
+        "BK": block_k // 2 if wide and block_k > 16 else block_k,
+        "STAGES": 2 if wide else tiles.stages,
+        "UP": up,
+        "PDL": pdl,
+        "num_warps": tiles.warps,
+        "launch_pdl": pdl,
+    }
+    num_tiles = routing.tiles.shape[0]
+    operands = (x, w, routing.pairs_P, routing.tiles, y)
+    if choice.tall:
+        block = tiles.block_n // 2 if up else tiles.block_n
+        lines = triton.next_power_of_2(max(1, inner * x.element_size() // 128))
+        _tall_kernel[(triton.cdiv(columns, block), num_tiles)](*operands, LINES=lines, **sizes)
+        return
+    grid = (triton.cdiv(columns, tiles.block_n), num_tiles)
+    descriptor: Any = w
+    x_descriptor: Any = x
+    if tiles.tma:
+        descriptor = TensorDescriptor.from_tensor(w.flatten(0, 1), [tiles.block_n, sizes["BK"]])
+        if not up:
+            x_descriptor = TensorDescriptor.from_tensor(x, [choice.block_m, sizes["BK"]])
+    _wide_kernel[grid](descriptor, x_descriptor, *operands, TMA=tiles.tma, **sizes)
+
+
+@triton.jit
+def _tall_kernel(
+    x_ptr, w_ptr, pairs_ptr, tiles_ptr, y_ptr,
+    TOP: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, STAGES: tl.constexpr, LINES: tl.constexpr, UP: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    BO: tl.constexpr = BN // 2 if UP else BN
+    tile_ptr = tiles_ptr + tl.program_id(1) * 4
+    # Rows of w: those of the tile's columns of y; with UP the gate rows, then the up rows.
+    row = tl.arange(0, BN)
+    column = tl.program_id(0) * BO + row % BO
+    valid = (column < N)[:, None]
+    at = (column + tl.where(row < BO, 0, N))[:, None] * K
+    if PDL:
+        if not UP:  # the tiles are two kernels old
+            expert = tl.load(tile_ptr)
+            line = tl.arange(0, LINES)[None, :] * (
+                128 // tl.constexpr(w_ptr.dtype.element_ty.primitive_bitwidth // 8)
+            )
+            from_ptr = w_ptr + tl.maximum(expert, 0).to(tl.int64) * (N * K)
+            prefetch(from_ptr + at + line, valid & (line < K) & (expert >= 0))
+        gdc_wait()
+        gdc_launch_dependents()
+    expert = tl.load(tile_ptr)
+    if expert >= 0:
+        w_ptr += expert.to(tl.int64) * ((2 if UP else 1) * N * K)
+        m = tl.load(tile_ptr + 1) + tl.arange(0, BM)
+        some = m < tl.load(tile_ptr + 2)
+        pair = tl.load(pairs_ptr + m, mask=some, other=0)
+        x_at = (pair // TOP if UP else m)[None, :] * K
+        k = tl.arange(0, BK)
+        acc = tl.zeros([BN, BM], tl.float32)
+        for i in tl.range(0, K, BK, num_stages=STAGES):
+            inside = k < K - i
+            w = tl.load(
+                w_ptr + at + (i + k)[None, :],
+                mask=valid & inside[None, :],
+                other=0.0,
+                eviction_policy="evict_first",
+            )
+            x = tl.load(
+                x_ptr + x_at + (i + k)[:, None], mask=some[None, :] & inside[:, None], other=0.0
+            )
+            acc = tl.dot(w, x, acc, input_precision="ieee")
+        if UP:
+            gate, up = tl.split(tl.permute(tl.reshape(acc, [2, BO, BM]), [1, 2, 0]))
+            acc = gate * tl.sigmoid(gate) * up
+        n = tl.program_id(0) * BO + tl.arange(0, BO)
+        y_at = (m if UP else pair)[None, :] * N + n[:, None]
+        mask = (n < N)[:, None] & some[None, :]
+        tl.store(y_ptr + y_at, acc.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _wide_kernel(
+    w_desc, x_desc, x_ptr, w_ptr, pairs_ptr, tiles_ptr, y_ptr,
+    TOP: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, STAGES: tl.constexpr, UP: tl.constexpr, TMA: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    tile_ptr = tiles_ptr + tl.program_id(1) * 4
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    expert = tl.load(tile_ptr)
+    if expert >= 0:
+        first = tl.load(tile_ptr + 1)
+        m = first + tl.arange(0, BM)
+        some = m < tl.load(tile_ptr + 2)
+        pair = tl.load(pairs_ptr + m, mask=some, other=0)
+        x_at = (pair // TOP if UP else m)[:, None] * K
+        k = tl.arange(0, BK)
+        if TMA:
+            w_row = expert * ((2 if UP else 1) * N) + tl.program_id(0) * BN
+        else:
+            w_ptr += expert.to(tl.int64) * ((2 if UP else 1) * N * K)
+            w_at = n[:, None] * K + k[None, :]
+        acc = tl.zeros([BM, BN], tl.float32)
+        up_acc = tl.zeros([BM, BN], tl.float32)
+        for i in tl.range(0, K, BK, num_stages=STAGES):
+            if TMA and not UP:
+                x = x_desc.load([first, i])
+            else:
+                mask = some[:, None] & (k < K - i)[None, :]
+                x = tl.load(x_ptr + x_at + (i + k)[None, :], mask=mask, other=0.0)
+            if TMA:
+                w = w_desc.load([w_row, i])
+            else:
+                mask = (n < N)[:, None] & (k < K - i)[None, :]
+                w = tl.load(w_ptr + w_at + i, mask=mask, other=0.0)
+            acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
+            if UP:
+                if TMA:
+                    w = w_desc.load([w_row + N, i])
+                else:
+                    w = tl.load(w_ptr + N * K + w_at + i, mask=mask, other=0.0)
+                up_acc = tl.dot(x, tl.trans(w), up_acc, input_precision="ieee")
+        if UP:
+            acc = acc * tl.sigmoid(acc) * up_acc
+        y_at = (m if UP else pair)[:, None] * N + n[None, :]
+        mask = some[:, None] & (n < N)[None, :]
+        tl.store(y_ptr + y_at, acc.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _sum_kernel(
+    out_ptr, weights_ptr, slots_ptr, residual_ptr, y_ptr,
+    E: tl.constexpr, TOP: tl.constexpr, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < E
+    real = tl.load(slots_ptr + token) >= 0
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    y = tl.zeros([BLOCK], tl.float32)
+    if RESIDUAL:
+        y += tl.load(residual_ptr + token * E + i, mask=inside, other=0.0).to(tl.float32)
+    if real:
+        for k in tl.static_range(TOP):
+            pair = token * TOP + k
+            out = tl.load(out_ptr + pair * E + i, mask=inside, other=0.0).to(tl.float32)
+            y += out * tl.load(weights_ptr + pair)
+    tl.store(y_ptr + token * E + i, y.to(y_ptr.dtype.element_ty), mask=inside)

@@ -1,0 +1,331 @@
+"""Triton kernels of a mixture's router: logits, the experts of each token, and pairs of a token and
+an expert sorted by expert. All on the device, in a fixed order, so that a step repeats.
+
+One token takes one kernel for its logits; whoever reads them works the experts out (`ranks`). More
+take three, or two where one program holds all tokens: logits, the choice in blocks of tokens, and
+the place of every pair. Tokens of no KV slot are padding and get no pair.
+
+Knows nothing of torch.library. Importing it needs Triton.
+
+Legend: T tokens, N experts, K experts per token, P = T * K pairs, E hidden.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+_BLOCK_T = 64  # tokens of a program that chooses
+_CHUNK = tl.constexpr(16)  # tiles, or blocks of tokens, at a time
+
+
+class Routing(NamedTuple):
+    """Where each token goes.
+
+    weights_TK: float32. pairs_P: int32, token * K + k, ascending by expert, then by token; padding
+        has none, so that the end may be unset.
+    tiles: int32 [tiles, 4]: expert (-1: nothing to do), first place in pairs_P and the place after
+        the last, of up to block_m pairs of one expert.
+    """
+
+    weights_TK: Tensor
+    pairs_P: Tensor
+    tiles: Tensor
+
+
+def logits_of_one(
+    x_TE: Tensor, norm_E: Tensor | None, eps: float, router_NE: Tensor, pdl: bool
+) -> tuple[Tensor, Tensor]:
+    """One token's (x, normed; float32 logits [1, N])."""
+    num_experts, hidden = router_NE.shape
+    logits = torch.empty((1, num_experts), dtype=torch.float32, device=x_TE.device)
+    normed = x_TE if norm_E is None else torch.empty_like(x_TE)
+    block = triton.next_power_of_2(hidden)
+    _logits_of_one_kernel[(num_experts,)](
+        x_TE,
+        router_NE if norm_E is None else norm_E,
+        router_NE,
+        normed,
+        logits,
+        eps,
+        E=hidden,
+        BE=block,
+        NORM=norm_E is not None,
+        PDL=pdl,
+        num_warps=4 if block <= 4096 else 8,
+        launch_pdl=pdl,
+    )
+    return normed, logits
+
+
+@triton.jit
+def _logits_of_one_kernel(
+    x_ptr, norm_ptr, router_ptr, normed_ptr, logits_ptr, eps,
+    E: tl.constexpr, BE: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0)
+    i = tl.arange(0, BE)
+    inside = i < E
+    w = tl.load(router_ptr + n * E + i, mask=inside, other=0.0).to(tl.float32)
+    if NORM:
+        scale = tl.load(norm_ptr + i, mask=inside, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    x = tl.load(x_ptr + i, mask=inside, other=0.0)
+    if NORM:
+        x_float = x.to(tl.float32)
+        factor = tl.rsqrt(tl.sum(x_float * x_float, 0) / E + eps)
+        x = (x_float * factor * scale).to(x.dtype)
+        if n == 0:
+            tl.store(normed_ptr + i, x, mask=inside)
+    tl.store(logits_ptr + n, tl.sum(w * x.to(tl.float32), 0))
+
+
+@triton.jit
+def ranks(
+    logits_ptr, N: tl.constexpr, TOP: tl.constexpr, NP: tl.constexpr, NORMALISE: tl.constexpr
+):
+    """Of one token: rank of each expert [NP] (0 is the best; ties go to the lower number; NaN is
+    worst) and its weight [NP].
+    """
+    n = tl.arange(0, NP)
+    inside = n < N
+    logits = tl.load(logits_ptr + n, mask=inside, other=float("-inf"))
+    clean = tl.where(inside, tl.where(logits > -1e30, logits, -1e30), float("-inf"))
+    other, mine = clean[None, :], clean[:, None]
+    better = (other > mine) | ((other == mine) & (n[None, :] < n[:, None]))
+    rank = tl.sum(better.to(tl.int32), 1)
+    exps = tl.exp(logits - tl.max(clean, 0))
+    total = tl.sum(tl.where(rank < TOP, exps, 0.0), 0) if NORMALISE else tl.sum(exps, 0)
+    return rank, exps / total
+
+
+def route(
+    x_TE: Tensor,
+    router_NE: Tensor,
+    kv_slots_T: Tensor,
+    top_k: int,
+    normalise: bool,
+    block_m: int,
+    most_tiles: int,
+    pdl: bool,
+) -> Routing:
+    """Of two or more tokens, already normed; see models.ops.experts.mixture."""
+    num_tokens, (num_experts, _) = x_TE.shape[0], router_NE.shape
+    device = x_TE.device
+
+    def ints(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=device)
+
+    blocks = triton.cdiv(num_tokens, _BLOCK_T)
+    block_t = max(16, triton.next_power_of_2(num_tokens)) if blocks == 1 else _BLOCK_T
+    padded = triton.next_power_of_2(num_experts)
+    logits = _logits(x_TE, router_NE, block_t, blocks, pdl)
+    weights = torch.empty((num_tokens, top_k), dtype=torch.float32, device=device)
+    pairs, tiles = ints(num_tokens * top_k), ints(most_tiles, 4)
+    experts, within = (ints(num_tokens, top_k) if blocks > 1 else pairs for _ in range(2))
+    counts = ints(blocks, padded) if blocks > 1 else pairs
+    sizes = {"N": num_experts, "NP": padded, "TOP": top_k, "BT": block_t, "BM": block_m, "PDL": pdl}
+    _choose_kernel[(blocks,)](
+        logits,
+        kv_slots_T,
+        weights,
+        experts,
+        within,
+        counts,
+        pairs,
+        tiles,
+        num_tokens,
+        most_tiles,
+        SPLIT=logits.shape[0],
+        NORMALISE=normalise,
+        SINGLE=blocks == 1,
+        num_warps=8,
+        launch_pdl=pdl,
+        **sizes,
+    )
+    if blocks > 1:
+        _place_kernel[(blocks,)](
+            kv_slots_T,
+            experts,
+            within,
+            counts,
+            pairs,
+            tiles,
+            num_tokens,
+            most_tiles,
+            num_warps=8,
+            launch_pdl=pdl,
+            **sizes,
+        )
+    return Routing(weights, pairs, tiles)
+
+
+def _logits(x_TE: Tensor, router_NE: Tensor, block_t: int, blocks: int, pdl: bool) -> Tensor:
+    """float32 [parts, T, N]; their sum over the parts of E are the logits."""
+    num_tokens, hidden = x_TE.shape
+    num_experts = router_NE.shape[0]
+    block_n = (
+        min(32, max(16, triton.next_power_of_2(num_experts)))
+        if blocks == 1
+        else min(128, max(16, triton.next_power_of_2(num_experts)))
+    )
+    programs = blocks * triton.cdiv(num_experts, block_n)
+    block_k = 128 if blocks == 1 else 64
+    split = 1
+    while programs * split < 64 and hidden >= split * 4 * block_k:
+        split *= 2
+    logits = torch.empty((split, num_tokens, num_experts), dtype=torch.float32, device=x_TE.device)
+    _logits_kernel[(blocks, triton.cdiv(num_experts, block_n), split)](
+        x_TE,
+        router_NE,
+        logits,
+        num_tokens,
+        N=num_experts,
+        E=hidden,
+        PART=triton.cdiv(triton.cdiv(hidden, split), block_k) * block_k,
+        BT=block_t,
+        BN=block_n,
+        BK=block_k,
+        PDL=pdl,
+        num_warps=4,
+        launch_pdl=pdl,
+    )
+    return logits
+
+
+@triton.jit(do_not_specialize=["T"])
+def _logits_kernel(
+    x_ptr, router_ptr, logits_ptr, T,
+    N: tl.constexpr, E: tl.constexpr, PART: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0) * BT + tl.arange(0, BT)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    begin = tl.program_id(2) * PART
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    acc = tl.zeros([BT, BN], tl.float32)
+    for i in tl.range(0, PART, BK, num_stages=4):
+        k = begin + i + tl.arange(0, BK)
+        x = tl.load(
+            x_ptr + t[:, None] * E + k[None, :], mask=(t < T)[:, None] & (k < E)[None, :], other=0.0
+        )
+        w = tl.load(
+            router_ptr + n[:, None] * E + k[None, :],
+            mask=(n < N)[:, None] & (k < E)[None, :],
+            other=0.0,
+        )
+        acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
+    at = (tl.program_id(2) * T + t[:, None]) * N + n[None, :]
+    tl.store(logits_ptr + at, acc, mask=(t < T)[:, None] & (n < N)[None, :])
+
+
+@triton.jit
+def _write_tiles(
+    tiles_ptr, totals, begins, num_tiles, first, step,
+    N: tl.constexpr, NP: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """Tiles [first, first + _CHUNK) and every `step` on, given each expert's pairs and the place of
+    its first.
+    """
+    n = tl.arange(0, NP)
+    tiles = (totals + BM - 1) // BM
+    upto = tl.cumsum(tiles)
+    origin = begins - (upto - tiles) * BM
+    for start in tl.range(first, num_tiles, step):
+        i = start + tl.arange(0, _CHUNK)
+        expert = tl.sum((upto[None, :] <= i[:, None]).to(tl.int32), 1)
+        here = n[None, :] == expert[:, None]
+        begin = tl.sum(tl.where(here, origin[None, :], 0), 1) + i * BM
+        end = tl.sum(tl.where(here, (begins + totals)[None, :], 0), 1)
+        mask = i < num_tiles
+        tl.store(tiles_ptr + i * 4, tl.where(expert < N, expert, -1), mask=mask)
+        tl.store(tiles_ptr + i * 4 + 1, begin, mask=mask)
+        tl.store(tiles_ptr + i * 4 + 2, tl.minimum(begin + BM, end), mask=mask)
+
+
+@triton.jit(do_not_specialize=["T", "num_tiles"])
+def _choose_kernel(
+    logits_ptr, slots_ptr, weights_ptr, experts_ptr, within_ptr, counts_ptr, pairs_ptr, tiles_ptr,
+    T, num_tiles,
+    SPLIT: tl.constexpr, NORMALISE: tl.constexpr, SINGLE: tl.constexpr, N: tl.constexpr,
+    NP: tl.constexpr, TOP: tl.constexpr, BT: tl.constexpr, BM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0) * BT + tl.arange(0, BT)
+    n = tl.arange(0, NP)
+    real = tl.load(slots_ptr + t, mask=t < T, other=-1) >= 0
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    inside = (t < T)[:, None] & (n < N)[None, :]
+    logits = tl.zeros([BT, NP], tl.float32)
+    for s in tl.static_range(SPLIT):
+        at = (s * T + t[:, None]) * N + n[None, :]
+        logits += tl.load(logits_ptr + at, mask=inside, other=0.0)
+    # NaN is worst but finite, so that TOP distinct experts are found whatever comes.
+    left = tl.where(logits > -1e30, logits, -1e30)
+    left = tl.where((n < N)[None, :], left, float("-inf"))
+    exps = tl.where((n < N)[None, :], tl.exp(logits - tl.max(left, 1)[:, None]), 0.0)
+    rank = tl.full([BT, NP], TOP, tl.int32)
+    for k in tl.static_range(TOP):
+        here = n[None, :] == tl.argmax(left, 1)[:, None]
+        rank = tl.where(here, k, rank)
+        left = tl.where(here, float("-inf"), left)
+    chosen = rank < TOP
+    total = tl.sum(tl.where(chosen, exps, 0.0), 1) if NORMALISE else tl.sum(exps, 1)
+    pair = t[:, None] * TOP + rank
+    some = chosen & (t < T)[:, None]
+    tl.store(weights_ptr + pair, exps / total[:, None], mask=some)
+    taken = chosen & real[:, None]
+    ones = taken.to(tl.int32)
+    counts = tl.sum(ones, 0)
+    before = tl.cumsum(ones, 0) - ones
+    if SINGLE:
+        begins = tl.cumsum(counts) - counts
+        tl.store(pairs_ptr + begins[None, :] + before, pair, mask=taken)
+        _write_tiles(tiles_ptr, counts, begins, num_tiles, 0, _CHUNK, N, NP, BM)
+    else:
+        tl.store(counts_ptr + tl.program_id(0) * NP + n, counts)
+        tl.store(experts_ptr + pair, tl.broadcast_to(n[None, :], [BT, NP]), mask=some)
+        tl.store(within_ptr + pair, before, mask=some)
+
+
+@triton.jit(do_not_specialize=["T", "num_tiles"])
+def _place_kernel(
+    slots_ptr, experts_ptr, within_ptr, counts_ptr, pairs_ptr, tiles_ptr, T, num_tiles,
+    N: tl.constexpr, NP: tl.constexpr, TOP: tl.constexpr, BT: tl.constexpr, BM: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    block, blocks = tl.program_id(0), tl.num_programs(0)
+    t = block * BT + tl.arange(0, BT)
+    n = tl.arange(0, NP)
+    real = tl.load(slots_ptr + t, mask=t < T, other=-1) >= 0
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    totals = tl.zeros([NP], tl.int32)
+    before = tl.zeros([NP], tl.int32)
+    for start in tl.range(0, blocks, _CHUNK):
+        b = start + tl.arange(0, _CHUNK)
+        counts = tl.load(
+            counts_ptr + b[:, None] * NP + n[None, :], mask=(b < blocks)[:, None], other=0
+        )
+        totals += tl.sum(counts, 0)
+        before += tl.sum(tl.where((b < block)[:, None], counts, 0), 0)
+    begins = tl.cumsum(totals) - totals
+    place = begins + before
+    for k in tl.static_range(TOP):
+        pair = t * TOP + k
+        expert = tl.load(experts_ptr + pair, mask=real, other=0)
+        within = tl.load(within_ptr + pair, mask=real, other=0)
+        at = tl.sum(tl.where(expert[:, None] == n[None, :], place[None, :], 0), 1) + within
+        tl.store(pairs_ptr + at, pair, mask=real)
+    _write_tiles(tiles_ptr, totals, begins, num_tiles, block * _CHUNK, blocks * _CHUNK, N, NP, BM)
