@@ -133,7 +133,11 @@ class Run(NamedTuple):
     def touched(self) -> float:
         """Experts that a layer's tokens go to, on average."""
         sizes = [
-            len(top_experts(self.x.float() @ layer.router.float().t(), 8, True)[1].unique())
+            len(
+                top_experts(self.x.float() @ layer.router.float().t(), SHAPE.top_k, True)[
+                    1
+                ].unique()
+            )
             for layer in self.layers
         ]
         return sum(sizes) / len(sizes)
@@ -147,12 +151,11 @@ def in_torch(run: Run, layer: Layer) -> Tensor:
     return y
 
 
-def in_ours(run: Run, layer: Layer) -> Tensor:
-    """The whole operator."""
-    y: Tensor = mixture(
-        run.x, None, 0.0, layer.router, run.slots, layer.gate_up, layer.down, SHAPE.top_k, True,
-        run.x, True,
-    )  # fmt: skip
+def in_ours(residual: bool, run: Run, layer: Layer) -> Tensor:
+    """The whole operator, as an extend step (without) and a decode step (with residual) call it."""
+    norm, added = (layer.norm, run.x) if residual else (None, None)
+    experts = (layer.gate_up, layer.down, SHAPE.top_k, True)
+    y: Tensor = mixture(run.x, norm, 1e-6, layer.router, run.slots, *experts, added, True)
     return y
 
 
@@ -169,6 +172,7 @@ def time_products(run: Run) -> dict[str, Any]:
     """Every candidate of both products; the best pair of launches by block_m."""
     times: dict[str, list[tuple[float, tuple[Any, ...]]]] = {"up": [], "down": []}
     for up in (True, False):
+        expected: Tensor | None = None
         routings: dict[int, list[route_triton.Routing]] = {}
         for block_m, tall, tiles in candidates(len(run.x), up):
             if block_m not in routings:
@@ -189,6 +193,10 @@ def time_products(run: Run) -> dict[str, Any]:
                 for layer, routing in zip(run.layers, routings[block_m], strict=True)
             ]
             try:
+                calls[0]()
+                got = (run.mid if up else run.out).float()
+                expected = got if expected is None else expected
+                assert float((got - expected).norm()) < 1e-2 * float(expected.norm()), "wrong"
                 us = replay_us(calls, 5 if len(run.x) > 1000 else 10)
             except Exception as failure:
                 print("failed:", block_m, tall, tiles, str(failure)[:150], flush=True)
@@ -205,10 +213,13 @@ def time_tokens(num_tokens: int, layers: list[Layer], top: int) -> dict[str, Any
     touched = run.touched()
     floor = floor_us(SHAPE, num_tokens, round(touched))
     expected = in_torch(run, layers[0]).float()
-    got = (in_ours(run, layers[0]) - run.x).float()
+    got = in_ours(False, run, layers[0]).float()
     error = float((got - expected).norm() / expected.norm())
     whole: dict[str, float] = {}
-    ways: tuple[tuple[str, Callable[..., Tensor]], ...] = (("torch", in_torch), ("ours", in_ours))
+    ways: tuple[tuple[str, Callable[..., Tensor]], ...] = (
+        ("torch", in_torch),
+        ("ours", functools.partial(in_ours, num_tokens <= 256)),
+    )
     for name, way in ways:
         whole[name] = replay_us([functools.partial(way, run, layer) for layer in layers], 10)
     print(
