@@ -15,13 +15,15 @@ from engine.startup import Engine, start_engine
 
 
 @contextmanager
-def running_engine(folder: Path, **sections: dict[str, Any]) -> Iterator[Engine]:
+def running_engine(
+    folder: Path, device: str = "cpu", /, **sections: dict[str, Any]
+) -> Iterator[Engine]:
     """An engine over the checkpoint in `folder`, eager unless told otherwise; keyword arguments are
     YAML sections.
     """
     settings: dict[str, Any] = {
         "model": {"path": str(folder), "max_model_len": 256, "dtype": "float32"},
-        "device": "cpu",
+        "device": device,
         "compile": {"backend": "eager"},
         "kv": {"bytes": "16 MiB"},
         "scheduler": {"max_running": 8},

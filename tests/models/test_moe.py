@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from models.config import ModelConfig
 from models.errors import UnsupportedModel
@@ -159,6 +161,41 @@ def test_what_config_json_says(tmp_path: Path) -> None:
     assert ModelConfig.from_hf({**hub, "num_experts": 8}) == model
     with pytest.raises(UnsupportedModel, match=r"num_experts_per_tok 9 .* 8"):
         ModelConfig.from_hf({**hf, "num_experts_per_tok": 9})
+
+
+class Allocations(TorchDispatchMode):
+    """Bytes of every storage that an operator handed out, by address."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                storage = leaf.untyped_storage()
+                size = max(storage.nbytes(), self.sizes.get(storage.data_ptr(), 0))
+                self.sizes[storage.data_ptr()] = size
+        return out
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "random"])
+def test_experts_load_without_a_second_copy(kind: str, tmp_path: Path) -> None:
+    """Nothing but the stacked parameter itself is larger than one expert's matrix."""
+    save_model(tmp_path, qwen3_moe(num_hidden_layers=1, vocab_size=8))
+    checkpoint = resolve_checkpoint(str(tmp_path), load=kind)
+    model = ModelConfig.from_hf(checkpoint.config)
+    with Allocations() as allocations:
+        params = load_params(
+            model, TensorParallel(), checkpoint, torch.bfloat16, torch.device("cpu")
+        )
+    stacked = {params["layers"][0][name].data_ptr() for name in ("experts_gate_up", "experts_down")}
+    assert stacked < set(allocations.sizes)
+    rope = params["rope"].nbytes
+    others = [size for at, size in allocations.sizes.items() if at not in stacked]
+    assert max(others) <= max(4 * 40 * 64, 2 * 128 * 64, rope), "a copy of more than one expert"
+    assert min(allocations.sizes[at] for at in stacked) == 2 * 8 * 40 * 64
 
 
 @pytest.mark.parametrize("size", [2, 4])
