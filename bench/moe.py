@@ -102,12 +102,12 @@ def candidates(num_tokens: int, up: bool) -> Iterator[tuple[int, bool, Tiles]]:
 
 def one_candidates() -> Iterator[tuple[Tiles, Tiles]]:
     """Launches of the kernels of one token."""
-    best_up, best_down = Tiles(4, 512), Tiles(4, 256)
-    for n, k, warps in itertools.product((1, 2, 4, 8), (512, 1024, 2048), (4, 8)):
-        if 1024 <= n * k <= 8192:
+    best_up, best_down = Tiles(2, 2048), Tiles(4, 256)
+    for n, k, warps in itertools.product((1, 2, 4), (512, 1024, 2048), (2, 4, 8)):
+        if n * k <= 4096:
             yield Tiles(n, k, 1, warps), best_down
-    for n, k, warps in itertools.product((2, 4, 8, 16), (128, 256), (4, 8)):
-        if 512 <= n * k <= 4096:
+    for n, k, warps in itertools.product((1, 2, 4, 8), (128, 256), (2, 4, 8)):
+        if 256 <= n * k <= 2048:
             yield best_up, Tiles(n, k, 1, warps)
 
 
@@ -165,11 +165,12 @@ def in_ours(residual: bool, run: Run, layer: Layer) -> Tensor:
 
 
 def one_call(run: Run, tiles: tuple[Tiles, Tiles], layer: Layer) -> Tensor:
-    x, logits = route_triton.logits_of_one(run.x, layer.norm, 1e-6, layer.router, True)
-    y = torch.empty_like(x)
-    experts_triton.one_token(
-        x, logits, run.slots, layer.gate_up, layer.down, SHAPE.top_k, True, x, y, True, tiles
+    x, chosen = route_triton.route_one(
+        run.x, layer.norm, 1e-6, layer.router, SHAPE.top_k, True, True
     )
+    y = torch.empty_like(x)
+    experts = (layer.gate_up, layer.down)
+    experts_triton.one_token(x, chosen, run.slots, *experts, x, y, True, tiles)
     return y
 
 
@@ -240,13 +241,20 @@ def time_tokens(num_tokens: int, layers: list[Layer], top: int) -> dict[str, Any
             calls = [functools.partial(one_call, run, tiles, layer) for layer in layers]
             times.append((replay_us(calls * 4, 10), tuple(map(tuple, tiles))))
         times.sort()
-        logits = [
+        routes = [
             functools.partial(
-                route_triton.logits_of_one, run.x, layer.norm, 1e-6, layer.router, True
+                route_triton.route_one,
+                run.x,
+                layer.norm,
+                1e-6,
+                layer.router,
+                SHAPE.top_k,
+                True,
+                True,
             )
             for layer in layers
         ]
-        print("   logits alone", round(replay_us(logits * 4, 10), 2))
+        print("   route alone", round(replay_us(routes * 4, 10), 2))
         _print_best("one", times, top)
         return {**result, "one_us": times}
     block_m = choose_experts(num_tokens, SHAPE.top_k, SHAPE.experts).block_m

@@ -33,7 +33,7 @@ from engine.step_inputs import Bucket
 from models.config import ModelConfig
 from models.forward import as_is
 from models.inputs import KVCache, TensorParallel
-from models.ops import linear
+from models.ops import experts, linear
 from models.sharding import local_heads
 from models.step import make_step
 
@@ -73,6 +73,7 @@ def build_runner(
     if cuda:
         torch._inductor.config.triton.cudagraph_dynamic_shape_warn_limit = None
     linear.prepare(device)
+    experts.prepare(device)
     builder = _ProgramBuilder(config, model, tp, tensors, device, session, compiles, records)
     return GraphRunner(
         {(kind, variant): builder.build(kind, variant) for variant in VARIANTS for kind in KINDS},

@@ -153,6 +153,14 @@ def mixture(
     return y_TE if residual_TE is None else residual_TE + y_TE
 
 
+def prepare(device: torch.device) -> None:
+    """Allocate what the kernels share. Must come before any graph is recorded, or its pool would
+    own it.
+    """
+    if device.type == "cuda" and route_triton is not None:
+        route_triton.prepare(torch.empty(0, device=device).device)
+
+
 @mixture.register_fake
 def _(
     x_TE: Tensor,
@@ -188,10 +196,8 @@ def _mixture_cuda(
     y_TE = torch.empty_like(x_TE)
     weights = (gate_up_NGE, down_NEF)
     if x_TE.shape[0] == 1:
-        x_TE, logits = route_triton.logits_of_one(x_TE, norm_E, eps, router_NE, pdl)
-        experts_triton.one_token(
-            x_TE, logits, kv_slots_T, *weights, top_k, normalise, residual_TE, y_TE, pdl
-        )
+        x_TE, chosen = route_triton.route_one(x_TE, norm_E, eps, router_NE, top_k, normalise, pdl)
+        experts_triton.one_token(x_TE, chosen, kv_slots_T, *weights, residual_TE, y_TE, pdl)
         return y_TE
     if norm_E is not None:
         normed_TE = torch.empty_like(x_TE)

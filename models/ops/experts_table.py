@@ -49,6 +49,14 @@ def choose_experts(num_tokens: int, top_k: int, num_experts: int) -> Choice:
     return Choice(128, False, Tiles(128, 64, 4, 8), Tiles(256, 64, 4, 8))
 
 
+def choose_one(top_k: int, ffn: int) -> tuple[Tiles, Tiles]:
+    """The launches of both products for one token; their loops are unrolled."""
+    block_k = 256
+    while top_k * ffn > 64 * block_k:
+        block_k *= 2
+    return Tiles(2, 2048), Tiles(4, block_k)
+
+
 def num_tiles(num_tokens: int, top_k: int, num_experts: int, block_m: int) -> int:
     """Most tiles of `block_m` pairs of one expert that any routing needs."""
     pairs = num_tokens * top_k

@@ -23,8 +23,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from models.ops.attend_triton import prefetch
-from models.ops.experts_table import Choice, Tiles, block_of
-from models.ops.route_triton import Routing, ranks
+from models.ops.experts_table import Choice, Tiles, block_of, choose_one
+from models.ops.route_triton import Routing
 
 try:
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -34,47 +34,34 @@ except ImportError:
 
 def one_token(
     x_TE: Tensor,
-    logits: Tensor,
+    chosen: Tensor,
     kv_slots_T: Tensor,
     gate_up_NGE: Tensor,
     down_NEF: Tensor,
-    top_k: int,
-    normalise: bool,
     residual_TE: Tensor | None,
     y_TE: Tensor,
     pdl: bool,
-    tiles: tuple[Tiles, Tiles] = (Tiles(4, 512), Tiles(4, 256)),
+    tiles: tuple[Tiles, Tiles] | None = None,
 ) -> None:
-    """The mixture of one token, given its logits: two kernels."""
-    num_experts, hidden, ffn = down_NEF.shape
+    """The mixture of one token, given what `route_one` chose: two kernels."""
+    _, hidden, ffn = down_NEF.shape
+    top_k = chosen.shape[1]
     mid = torch.empty((top_k, ffn), dtype=x_TE.dtype, device=x_TE.device)
-    chosen = torch.empty((2, top_k), dtype=torch.float32, device=x_TE.device)
-    up, down = tiles
-    common: dict[str, Any] = {
-        "N": num_experts,
-        "NP": triton.next_power_of_2(num_experts),
-        "TOP": top_k,
-        "E": hidden,
-        "F": ffn,
-        "NORMALISE": normalise,
-        "PDL": pdl,
-        "launch_pdl": pdl,
-    }
+    up, down = tiles or choose_one(top_k, ffn)
+    sizes = {"TOP": top_k, "E": hidden, "F": ffn, "PDL": pdl, "launch_pdl": pdl}
     _up_one_kernel[(triton.cdiv(ffn, up.block_n), top_k)](
         x_TE,
-        logits,
+        chosen,
         kv_slots_T,
         gate_up_NGE,
         mid,
-        chosen,
         BN=up.block_n,
         BK=min(up.block_k, triton.next_power_of_2(hidden)),
         num_warps=up.warps,
-        **common,
+        **sizes,
     )
     _down_one_kernel[(triton.cdiv(hidden, down.block_n),)](
         mid,
-        logits,
         chosen,
         kv_slots_T,
         down_NEF,
@@ -83,18 +70,19 @@ def one_token(
         BN=down.block_n,
         BK=block_of(ffn, down.block_k),
         TOPP=triton.next_power_of_2(top_k),
-        LINES=triton.next_power_of_2(max(1, ffn * x_TE.element_size() // 128)),
+        LINE=128 // x_TE.element_size(),
+        LINES=triton.next_power_of_2(min(16, max(1, ffn * x_TE.element_size() // 128))),
         RESIDUAL=residual_TE is not None,
         num_warps=down.warps,
-        **common,
+        **sizes,
     )
 
 
 @triton.jit
 def _up_one_kernel(
-    x_ptr, logits_ptr, slots_ptr, w_ptr, mid_ptr, chosen_ptr,
-    N: tl.constexpr, NP: tl.constexpr, TOP: tl.constexpr, E: tl.constexpr, F: tl.constexpr,
-    NORMALISE: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, chosen_ptr, slots_ptr, w_ptr, mid_ptr,
+    TOP: tl.constexpr, E: tl.constexpr, F: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     k = tl.program_id(1)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -104,53 +92,44 @@ def _up_one_kernel(
         gdc_wait()
         gdc_launch_dependents()
     if real:
-        rank, weights = ranks(logits_ptr, N, TOP, NP, NORMALISE)
-        expert = tl.sum(tl.where(rank == k, tl.arange(0, NP), 0), 0)
-        if tl.program_id(0) == 0:
-            weight = tl.sum(tl.where(rank == k, weights, 0.0), 0)
-            tl.store(chosen_ptr + k, weight)
-            tl.store(chosen_ptr + TOP + k, expert.to(tl.float32, bitcast=True))
-        base_ptr = w_ptr + expert.to(tl.int64) * (2 * F * E)
+        expert = tl.load(chosen_ptr + TOP + k).to(tl.int32, bitcast=True)
+        w_ptr += expert.to(tl.int64) * (2 * F * E)
         row = n[:, None] * E + i[None, :]
         gate = tl.zeros([BN, BK], tl.float32)
         up = tl.zeros([BN, BK], tl.float32)
         for j in tl.static_range(0, E, BK):
             mask = (n < F)[:, None] & (i < E - j)[None, :]
-            g = tl.load(base_ptr + row + j, mask=mask, other=0.0, eviction_policy="evict_first")
-            u = tl.load(
-                base_ptr + F * E + row + j, mask=mask, other=0.0, eviction_policy="evict_first"
-            )
+            at = row + j
+            g = tl.load(w_ptr + at, mask=mask, other=0.0, eviction_policy="evict_first")
+            u = tl.load(w_ptr + F * E + at, mask=mask, other=0.0, eviction_policy="evict_first")
             x = tl.load(x_ptr + i + j, mask=i < E - j, other=0.0).to(tl.float32)[None, :]
             gate += g.to(tl.float32) * x
             up += u.to(tl.float32) * x
-        g = tl.sum(gate, 1)
-        y = g * tl.sigmoid(g) * tl.sum(up, 1)
+        y = tl.sum(gate, 1)
+        y = y * tl.sigmoid(y) * tl.sum(up, 1)
         tl.store(mid_ptr + k * F + n, y.to(mid_ptr.dtype.element_ty), mask=n < F)
 
 
 @triton.jit
 def _down_one_kernel(
-    mid_ptr, logits_ptr, chosen_ptr, slots_ptr, w_ptr, residual_ptr, y_ptr,
-    N: tl.constexpr, NP: tl.constexpr, TOP: tl.constexpr, E: tl.constexpr, F: tl.constexpr,
-    NORMALISE: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TOPP: tl.constexpr,
-    LINES: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr,
+    mid_ptr, chosen_ptr, slots_ptr, w_ptr, residual_ptr, y_ptr,
+    TOP: tl.constexpr, E: tl.constexpr, F: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    TOPP: tl.constexpr, LINE: tl.constexpr, LINES: tl.constexpr, RESIDUAL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     i = tl.arange(0, BK)
     real = tl.load(slots_ptr) >= 0
     if PDL:
-        # The logits are two kernels old: the weights may be asked for ahead of the wait.
+        # The choice is two kernels old: the weights may be asked for ahead of the wait.
         if real:
-            rank, _ = ranks(logits_ptr, N, TOP, NP, NORMALISE)
-            k = tl.arange(0, TOPP)[:, None]
-            expert = tl.sum(tl.where(rank[None, :] == k, tl.arange(0, NP)[None, :], 0), 1)
+            k = tl.arange(0, TOPP)
+            experts = tl.load(chosen_ptr + TOP + k, mask=k < TOP, other=0.0)
             line = tl.arange(0, BN * LINES)
-            row = tl.program_id(0) * BN + line // LINES
-            part = (
-                line % LINES * (128 // tl.constexpr(w_ptr.dtype.element_ty.primitive_bitwidth // 8))
-            )
-            at = expert.to(tl.int64)[:, None] * (E * F) + (row * F + part)[None, :]
-            prefetch(w_ptr + at, (k < TOP) & ((row < E) & (part < F))[None, :])
+            row, part = tl.program_id(0) * BN + line // LINES, line % LINES * LINE
+            base = experts.to(tl.int32, bitcast=True).to(tl.int64)[:, None] * (E * F)
+            some = (k < TOP)[:, None] & ((row < E) & (part < F))[None, :]
+            prefetch(w_ptr + base + (row * F + part)[None, :], some)
         gdc_wait()
         gdc_launch_dependents()
     acc = tl.zeros([BN, BK], tl.float32)
@@ -159,15 +138,11 @@ def _down_one_kernel(
         for k in tl.static_range(TOP):
             weight = tl.load(chosen_ptr + k)
             expert = tl.load(chosen_ptr + TOP + k).to(tl.int32, bitcast=True)
-            base_ptr = w_ptr + expert.to(tl.int64) * (E * F)
-            for j in tl.range(0, F, BK):
+            from_ptr = w_ptr + expert.to(tl.int64) * (E * F)
+            for j in tl.static_range(0, F, BK):
                 inside = i < F - j
-                w = tl.load(
-                    base_ptr + row + j,
-                    mask=(n < E)[:, None] & inside[None, :],
-                    other=0.0,
-                    eviction_policy="evict_first",
-                )
+                mask = (n < E)[:, None] & inside[None, :]
+                w = tl.load(from_ptr + row + j, mask=mask, other=0.0, eviction_policy="evict_first")
                 x = tl.load(mid_ptr + k * F + i + j, mask=inside, other=0.0).to(tl.float32)
                 acc += w.to(tl.float32) * (x * weight)[None, :]
     y = tl.sum(acc, 1)
@@ -251,8 +226,9 @@ def product(
     operands = (x, w, routing.pairs_P, routing.tiles, y)
     if choice.tall:
         block = tiles.block_n // 2 if up else tiles.block_n
-        lines = triton.next_power_of_2(max(1, inner * x.element_size() // 128))
-        _tall_kernel[(triton.cdiv(columns, block), num_tiles)](*operands, LINES=lines, **sizes)
+        line = 128 // x.element_size()
+        lines = {"LINE": line, "LINES": triton.next_power_of_2(min(16, max(1, inner // line)))}
+        _tall_kernel[(triton.cdiv(columns, block), num_tiles)](*operands, **lines, **sizes)
         return
     grid = (triton.cdiv(columns, tiles.block_n), num_tiles)
     descriptor: Any = w
@@ -268,8 +244,8 @@ def product(
 def _tall_kernel(
     x_ptr, w_ptr, pairs_ptr, tiles_ptr, y_ptr,
     TOP: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, STAGES: tl.constexpr, LINES: tl.constexpr, UP: tl.constexpr,
-    PDL: tl.constexpr,
+    BK: tl.constexpr, STAGES: tl.constexpr, LINE: tl.constexpr, LINES: tl.constexpr,
+    UP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     BO: tl.constexpr = BN // 2 if UP else BN
     tile_ptr = tiles_ptr + tl.program_id(1) * 4
@@ -281,9 +257,7 @@ def _tall_kernel(
     if PDL:
         if not UP:  # the tiles are two kernels old
             expert = tl.load(tile_ptr)
-            line = tl.arange(0, LINES)[None, :] * (
-                128 // tl.constexpr(w_ptr.dtype.element_ty.primitive_bitwidth // 8)
-            )
+            line = tl.arange(0, LINES)[None, :] * LINE
             from_ptr = w_ptr + tl.maximum(expert, 0).to(tl.int64) * (N * K)
             prefetch(from_ptr + at + line, valid & (line < K) & (expert >= 0))
         gdc_wait()

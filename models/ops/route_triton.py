@@ -1,9 +1,9 @@
 """Triton kernels of a mixture's router: logits, the experts of each token, and pairs of a token and
 an expert sorted by expert. All on the device, in a fixed order, so that a step repeats.
 
-One token takes one kernel for its logits; whoever reads them works the experts out (`ranks`). More
-take three, or two where one program holds all tokens: logits, the choice in blocks of tokens, and
-the place of every pair. Tokens of no KV slot are padding and get no pair.
+One token takes one kernel: the last program to have its logit chooses. More take three, or two
+where one program holds all tokens: logits, the choice in blocks of tokens, and the place of every
+pair. Tokens of no KV slot are padding and get no pair.
 
 Knows nothing of torch.library. Importing it needs Triton.
 
@@ -12,6 +12,7 @@ Legend: T tokens, N experts, K experts per token, P = T * K pairs, E hidden.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -20,8 +21,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-_BLOCK_T = 64  # tokens of a program that chooses
-_CHUNK = tl.constexpr(16)  # tiles, or blocks of tokens, at a time
+_SINGLE = 64  # tokens that one program chooses for
+_BLOCK_T = 32  # tokens of each of several
+_CHUNK = tl.constexpr(16)  # blocks of tokens at a time
 
 
 class Routing(NamedTuple):
@@ -38,35 +40,61 @@ class Routing(NamedTuple):
     tiles: Tensor
 
 
-def logits_of_one(
-    x_TE: Tensor, norm_E: Tensor | None, eps: float, router_NE: Tensor, pdl: bool
+def prepare(device: torch.device) -> None:
+    """Allocate what launches share; must come before any graph is recorded."""
+    _counter(device)
+
+
+@functools.cache
+def _counter(device: torch.device) -> Tensor:
+    """Zero between kernels."""
+    return torch.zeros(1, dtype=torch.int32, device=device)
+
+
+def route_one(
+    x_TE: Tensor,
+    norm_E: Tensor | None,
+    eps: float,
+    router_NE: Tensor,
+    top_k: int,
+    normalise: bool,
+    pdl: bool,
 ) -> tuple[Tensor, Tensor]:
-    """One token's (x, normed; float32 logits [1, N])."""
+    """One token's (x, normed; [2, K]: float32 weights, and experts as the bits of an int32)."""
     num_experts, hidden = router_NE.shape
-    logits = torch.empty((1, num_experts), dtype=torch.float32, device=x_TE.device)
+    device = x_TE.device
+    logits = torch.empty(num_experts, dtype=torch.float32, device=device)
+    chosen = torch.empty((2, top_k), dtype=torch.float32, device=device)
     normed = x_TE if norm_E is None else torch.empty_like(x_TE)
     block = triton.next_power_of_2(hidden)
-    _logits_of_one_kernel[(num_experts,)](
+    _route_one_kernel[(num_experts,)](
         x_TE,
         router_NE if norm_E is None else norm_E,
         router_NE,
         normed,
         logits,
+        chosen,
+        _counter(device),
         eps,
         E=hidden,
         BE=block,
+        N=num_experts,
+        NP=triton.next_power_of_2(num_experts),
+        TOP=top_k,
+        NORMALISE=normalise,
         NORM=norm_E is not None,
         PDL=pdl,
         num_warps=4 if block <= 4096 else 8,
         launch_pdl=pdl,
     )
-    return normed, logits
+    return normed, chosen
 
 
 @triton.jit
-def _logits_of_one_kernel(
-    x_ptr, norm_ptr, router_ptr, normed_ptr, logits_ptr, eps,
-    E: tl.constexpr, BE: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+def _route_one_kernel(
+    x_ptr, norm_ptr, router_ptr, normed_ptr, logits_ptr, chosen_ptr, counter_ptr, eps,
+    E: tl.constexpr, BE: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, TOP: tl.constexpr,
+    NORMALISE: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0)
     i = tl.arange(0, BE)
@@ -85,25 +113,31 @@ def _logits_of_one_kernel(
         if n == 0:
             tl.store(normed_ptr + i, x, mask=inside)
     tl.store(logits_ptr + n, tl.sum(w * x.to(tl.float32), 0))
+    tl.debug_barrier()  # the store comes before the release below
+    if tl.atomic_add(counter_ptr, 1, sem="acq_rel") == N - 1:
+        tl.debug_barrier()
+        experts = tl.arange(0, NP)
+        logits = tl.load(
+            logits_ptr + experts, mask=experts < N, other=float("-inf"), cache_modifier=".cg"
+        )
+        clean = _clean(logits, experts < N)
+        other, mine = clean[None, :], clean[:, None]
+        better = (other > mine) | ((other == mine) & (experts[None, :] < experts[:, None]))
+        rank = tl.sum(better.to(tl.int32), 1)
+        exps = tl.exp(logits - tl.max(clean, 0))
+        total = tl.sum(tl.where(rank < TOP, exps, 0.0), 0) if NORMALISE else tl.sum(exps, 0)
+        tl.store(chosen_ptr + rank, exps / total, mask=rank < TOP)
+        bits = experts.to(tl.float32, bitcast=True)
+        tl.store(chosen_ptr + TOP + rank, bits, mask=rank < TOP)
+        tl.store(counter_ptr, 0)
 
 
 @triton.jit
-def ranks(
-    logits_ptr, N: tl.constexpr, TOP: tl.constexpr, NP: tl.constexpr, NORMALISE: tl.constexpr
-):
-    """Of one token: rank of each expert [NP] (0 is the best; ties go to the lower number; NaN is
-    worst) and its weight [NP].
+def _clean(logits, inside):
+    """NaN is worst but finite, so that enough distinct experts are found whatever comes; what is
+    no expert is worse.
     """
-    n = tl.arange(0, NP)
-    inside = n < N
-    logits = tl.load(logits_ptr + n, mask=inside, other=float("-inf"))
-    clean = tl.where(inside, tl.where(logits > -1e30, logits, -1e30), float("-inf"))
-    other, mine = clean[None, :], clean[:, None]
-    better = (other > mine) | ((other == mine) & (n[None, :] < n[:, None]))
-    rank = tl.sum(better.to(tl.int32), 1)
-    exps = tl.exp(logits - tl.max(clean, 0))
-    total = tl.sum(tl.where(rank < TOP, exps, 0.0), 0) if NORMALISE else tl.sum(exps, 0)
-    return rank, exps / total
+    return tl.where(inside, tl.where(logits > -1e30, logits, -1e30), float("-inf"))
 
 
 def route(
@@ -123,14 +157,15 @@ def route(
     def ints(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=device)
 
-    blocks = triton.cdiv(num_tokens, _BLOCK_T)
-    block_t = max(16, triton.next_power_of_2(num_tokens)) if blocks == 1 else _BLOCK_T
+    single = num_tokens <= _SINGLE
+    block_t = max(16, triton.next_power_of_2(num_tokens)) if single else _BLOCK_T
+    blocks = triton.cdiv(num_tokens, block_t)
     padded = triton.next_power_of_2(num_experts)
-    logits = _logits(x_TE, router_NE, block_t, blocks, pdl)
+    logits = _logits(x_TE, router_NE, single, pdl)
     weights = torch.empty((num_tokens, top_k), dtype=torch.float32, device=device)
     pairs, tiles = ints(num_tokens * top_k), ints(most_tiles, 4)
-    experts, within = (ints(num_tokens, top_k) if blocks > 1 else pairs for _ in range(2))
-    counts = ints(blocks, padded) if blocks > 1 else pairs
+    experts, within = (pairs if single else ints(num_tokens, top_k) for _ in range(2))
+    counts = pairs if single else ints(blocks, padded)
     sizes = {"N": num_experts, "NP": padded, "TOP": top_k, "BT": block_t, "BM": block_m, "PDL": pdl}
     _choose_kernel[(blocks,)](
         logits,
@@ -145,12 +180,12 @@ def route(
         most_tiles,
         SPLIT=logits.shape[0],
         NORMALISE=normalise,
-        SINGLE=blocks == 1,
-        num_warps=8,
+        SINGLE=single,
+        num_warps=16 if block_t > 32 else 8,
         launch_pdl=pdl,
         **sizes,
     )
-    if blocks > 1:
+    if not single:
         _place_kernel[(blocks,)](
             kv_slots_T,
             experts,
@@ -167,22 +202,20 @@ def route(
     return Routing(weights, pairs, tiles)
 
 
-def _logits(x_TE: Tensor, router_NE: Tensor, block_t: int, blocks: int, pdl: bool) -> Tensor:
+def _logits(x_TE: Tensor, router_NE: Tensor, few: bool, pdl: bool) -> Tensor:
     """float32 [parts, T, N]; their sum over the parts of E are the logits."""
     num_tokens, hidden = x_TE.shape
     num_experts = router_NE.shape[0]
-    block_n = (
-        min(32, max(16, triton.next_power_of_2(num_experts)))
-        if blocks == 1
-        else min(128, max(16, triton.next_power_of_2(num_experts)))
-    )
-    programs = blocks * triton.cdiv(num_experts, block_n)
-    block_k = 128 if blocks == 1 else 64
+    block_t = max(16, triton.next_power_of_2(num_tokens)) if few else 64
+    block_n = min(16 if few else 128, max(16, triton.next_power_of_2(num_experts)))
+    block_k = 128 if few else 64
+    programs = triton.cdiv(num_tokens, block_t) * triton.cdiv(num_experts, block_n)
     split = 1
-    while programs * split < 64 and hidden >= split * 4 * block_k:
+    while programs * split < 100 and split < 4 and hidden >= split * 4 * block_k:
         split *= 2
     logits = torch.empty((split, num_tokens, num_experts), dtype=torch.float32, device=x_TE.device)
-    _logits_kernel[(blocks, triton.cdiv(num_experts, block_n), split)](
+    grid = (triton.cdiv(num_tokens, block_t), triton.cdiv(num_experts, block_n), split)
+    _logits_kernel[grid](
         x_TE,
         router_NE,
         logits,
@@ -230,26 +263,25 @@ def _logits_kernel(
 
 @triton.jit
 def _write_tiles(
-    tiles_ptr, totals, begins, num_tiles, first, step,
+    tiles_ptr, totals, begins, T, num_tiles, first, step,
     N: tl.constexpr, NP: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """Tiles [first, first + _CHUNK) and every `step` on, given each expert's pairs and the place of
-    its first.
+    """The `first` and every `step`-th tile of each expert, given its pairs and the place of its
+    first; and a share of the entries that stay empty.
     """
     n = tl.arange(0, NP)
     tiles = (totals + BM - 1) // BM
     upto = tl.cumsum(tiles)
-    origin = begins - (upto - tiles) * BM
-    for start in tl.range(first, num_tiles, step):
-        i = start + tl.arange(0, _CHUNK)
-        expert = tl.sum((upto[None, :] <= i[:, None]).to(tl.int32), 1)
-        here = n[None, :] == expert[:, None]
-        begin = tl.sum(tl.where(here, origin[None, :], 0), 1) + i * BM
-        end = tl.sum(tl.where(here, (begins + totals)[None, :], 0), 1)
-        mask = i < num_tiles
-        tl.store(tiles_ptr + i * 4, tl.where(expert < N, expert, -1), mask=mask)
-        tl.store(tiles_ptr + i * 4 + 1, begin, mask=mask)
-        tl.store(tiles_ptr + i * 4 + 2, tl.minimum(begin + BM, end), mask=mask)
+    for nth in tl.range(first, (T + BM - 1) // BM, step):  # an expert has at most all tokens
+        at = tiles_ptr + (upto - tiles + nth) * 4
+        begin = begins + nth * BM
+        tl.store(at, n, mask=nth < tiles)
+        tl.store(at + 1, begin, mask=nth < tiles)
+        tl.store(at + 2, tl.minimum(begin + BM, begins + totals), mask=nth < tiles)
+    used = tl.max(upto, 0)
+    for start in tl.range(first * NP, num_tiles, step * NP):
+        i = start + n
+        tl.store(tiles_ptr + i * 4, tl.full([NP], -1, tl.int32), mask=(i >= used) & (i < num_tiles))
 
 
 @triton.jit(do_not_specialize=["T", "num_tiles"])
@@ -270,9 +302,7 @@ def _choose_kernel(
     for s in tl.static_range(SPLIT):
         at = (s * T + t[:, None]) * N + n[None, :]
         logits += tl.load(logits_ptr + at, mask=inside, other=0.0)
-    # NaN is worst but finite, so that TOP distinct experts are found whatever comes.
-    left = tl.where(logits > -1e30, logits, -1e30)
-    left = tl.where((n < N)[None, :], left, float("-inf"))
+    left = _clean(logits, (n < N)[None, :])
     exps = tl.where((n < N)[None, :], tl.exp(logits - tl.max(left, 1)[:, None]), 0.0)
     rank = tl.full([BT, NP], TOP, tl.int32)
     for k in tl.static_range(TOP):
@@ -291,7 +321,7 @@ def _choose_kernel(
     if SINGLE:
         begins = tl.cumsum(counts) - counts
         tl.store(pairs_ptr + begins[None, :] + before, pair, mask=taken)
-        _write_tiles(tiles_ptr, counts, begins, num_tiles, 0, _CHUNK, N, NP, BM)
+        _write_tiles(tiles_ptr, counts, begins, T, num_tiles, 0, 1, N, NP, BM)
     else:
         tl.store(counts_ptr + tl.program_id(0) * NP + n, counts)
         tl.store(experts_ptr + pair, tl.broadcast_to(n[None, :], [BT, NP]), mask=some)
@@ -326,6 +356,6 @@ def _place_kernel(
         pair = t * TOP + k
         expert = tl.load(experts_ptr + pair, mask=real, other=0)
         within = tl.load(within_ptr + pair, mask=real, other=0)
-        at = tl.sum(tl.where(expert[:, None] == n[None, :], place[None, :], 0), 1) + within
+        at = tl.gather(place, expert, 0) + within
         tl.store(pairs_ptr + at, pair, mask=real)
-    _write_tiles(tiles_ptr, totals, begins, num_tiles, block * _CHUNK, blocks * _CHUNK, N, NP, BM)
+    _write_tiles(tiles_ptr, totals, begins, T, num_tiles, block, blocks, N, NP, BM)

@@ -108,11 +108,11 @@ def check(case: Case) -> None:
             expected[t] += weight * (down[n] @ (F.silu(gate) * up))
     y = torch.full_like(x, torch.nan)
     if case.tokens == 1:
-        got_x, logits = route_triton.logits_of_one(x, norm, 1e-5, router, False)
-        torch.testing.assert_close(got_x, normed)
-        experts_triton.one_token(
-            got_x, logits, slots, gate_up, down, case.top_k, case.normalise, residual, y, False
+        got_x, chosen = route_triton.route_one(
+            x, norm, 1e-5, router, case.top_k, case.normalise, False
         )
+        torch.testing.assert_close(got_x, normed)
+        experts_triton.one_token(got_x, chosen, slots, gate_up, down, residual, y, False)
     else:
         block_m = case.choice.block_m
         most = num_tiles(case.tokens, case.top_k, case.experts, block_m)
