@@ -167,7 +167,7 @@ class Allocations(TorchDispatchMode):
     """Bytes of every storage that an operator handed out, by address."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.sizes: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
