@@ -75,29 +75,22 @@ def floor_us(s: Shape, num_tokens: int, touched: int) -> dict[str, float]:
     }
 
 
-_TALL = ((64, 128, 4, 4), (64, 64, 6, 4), (64, 256, 3, 4), (128, 64, 4, 4), (128, 128, 3, 8),
-         (64, 128, 3, 4), (32, 256, 4, 4), (128, 64, 6, 8), (64, 128, 5, 8))  # fmt: skip
-_WIDE = ((64, 64, 4, 4), (128, 64, 3, 8), (128, 64, 4, 8), (64, 64, 4, 8), (64, 128, 3, 8),
-         (128, 64, 3, 4), (128, 128, 2, 8))  # fmt: skip
-_WIDE_DOWN = ((128, 64, 4, 4), (256, 64, 3, 8), (256, 64, 4, 8), (128, 128, 3, 8))
+_TALL = ((64, 128, 4, 4), (64, 128, 3, 4), (64, 64, 6, 4), (128, 128, 3, 8))
+_WIDE = ((128, 64, 4, 8), (128, 64, 3, 8), (128, 64, 3, 4), (64, 64, 4, 4), (64, 64, 5, 8))
+_WIDE_DOWN = ((256, 64, 4, 8), (256, 64, 3, 8))
 
 
 def candidates(num_tokens: int, up: bool) -> Iterator[tuple[int, bool, Tiles]]:
     """(block_m, tall, launch) of one product worth timing."""
     average = num_tokens * SHAPE.top_k / SHAPE.experts
-    if average <= 5:
-        for tile in _TALL:
-            yield 16, True, Tiles(*tile)
-    elif average <= 64:
-        for block_m, tile in itertools.product((16, 32), _TALL[:6]):
-            yield block_m, True, Tiles(*tile)
-    if average > 8:
-        few = average <= 32
-        wide = (*_WIDE[: 3 if few else None], *(() if up else _WIDE_DOWN[: 1 if few else None]))
-        for tile in wide:
-            yield 64, False, Tiles(*tile)
-            for tma in () if few else (False, True):
-                yield 128, False, Tiles(*tile, tma)
+    for block_m in (16, 32, 64):
+        if block_m / 4 <= average <= 2 * block_m or block_m == 16 and average < 4:
+            for tile in _TALL:
+                yield block_m, True, Tiles(*tile)
+    for block_m in (64, 128):
+        if average >= block_m / 4:
+            for tile in _WIDE if up else (*_WIDE, *_WIDE_DOWN):
+                yield block_m, False, Tiles(*tile)
 
 
 def one_candidates() -> Iterator[tuple[Tiles, Tiles]]:

@@ -11,15 +11,14 @@ from typing import NamedTuple
 
 
 class Tiles(NamedTuple):
-    """Launch of one grouped product: rows of weights and inner elements of a tile, depth of the
-    pipeline, warps; `tma`: weights through tensor descriptors.
+    """Launch of one product: rows of weights and inner elements of a tile, depth of the pipeline,
+    warps.
     """
 
     block_n: int
     block_k: int
     stages: int = 4
     warps: int = 4
-    tma: bool = False
 
 
 class Choice(NamedTuple):

@@ -26,11 +26,6 @@ from models.ops.attend_triton import prefetch
 from models.ops.experts_table import Choice, Tiles, block_of, choose_one
 from models.ops.route_triton import Routing
 
-try:
-    from triton.tools.tensor_descriptor import TensorDescriptor
-except ImportError:
-    TensorDescriptor = None
-
 
 def one_token(
     x_TE: Tensor,
@@ -231,13 +226,7 @@ def product(
         _tall_kernel[(triton.cdiv(columns, block), num_tiles)](*operands, **lines, **sizes)
         return
     grid = (triton.cdiv(columns, tiles.block_n), num_tiles)
-    descriptor: Any = w
-    x_descriptor: Any = x
-    if tiles.tma:
-        descriptor = TensorDescriptor.from_tensor(w.flatten(0, 1), [tiles.block_n, sizes["BK"]])
-        if not up:
-            x_descriptor = TensorDescriptor.from_tensor(x, [choice.block_m, sizes["BK"]])
-    _wide_kernel[grid](descriptor, x_descriptor, *operands, TMA=tiles.tma, **sizes)
+    _wide_kernel[grid](*operands, **sizes)
 
 
 @triton.jit
@@ -294,10 +283,9 @@ def _tall_kernel(
 
 @triton.jit
 def _wide_kernel(
-    w_desc, x_desc, x_ptr, w_ptr, pairs_ptr, tiles_ptr, y_ptr,
+    x_ptr, w_ptr, pairs_ptr, tiles_ptr, y_ptr,
     TOP: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, STAGES: tl.constexpr, UP: tl.constexpr, TMA: tl.constexpr,
-    PDL: tl.constexpr,
+    BK: tl.constexpr, STAGES: tl.constexpr, UP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     tile_ptr = tiles_ptr + tl.program_id(1) * 4
     n = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -306,36 +294,23 @@ def _wide_kernel(
         gdc_launch_dependents()
     expert = tl.load(tile_ptr)
     if expert >= 0:
-        first = tl.load(tile_ptr + 1)
-        m = first + tl.arange(0, BM)
+        w_ptr += expert.to(tl.int64) * ((2 if UP else 1) * N * K)
+        m = tl.load(tile_ptr + 1) + tl.arange(0, BM)
         some = m < tl.load(tile_ptr + 2)
         pair = tl.load(pairs_ptr + m, mask=some, other=0)
         x_at = (pair // TOP if UP else m)[:, None] * K
         k = tl.arange(0, BK)
-        if TMA:
-            w_row = expert * ((2 if UP else 1) * N) + tl.program_id(0) * BN
-        else:
-            w_ptr += expert.to(tl.int64) * ((2 if UP else 1) * N * K)
-            w_at = n[:, None] * K + k[None, :]
+        w_at = n[:, None] * K + k[None, :]
         acc = tl.zeros([BM, BN], tl.float32)
         up_acc = tl.zeros([BM, BN], tl.float32)
         for i in tl.range(0, K, BK, num_stages=STAGES):
-            if TMA and not UP:
-                x = x_desc.load([first, i])
-            else:
-                mask = some[:, None] & (k < K - i)[None, :]
-                x = tl.load(x_ptr + x_at + (i + k)[None, :], mask=mask, other=0.0)
-            if TMA:
-                w = w_desc.load([w_row, i])
-            else:
-                mask = (n < N)[:, None] & (k < K - i)[None, :]
-                w = tl.load(w_ptr + w_at + i, mask=mask, other=0.0)
+            inside = (k < K - i)[None, :]
+            x = tl.load(x_ptr + x_at + (i + k)[None, :], mask=some[:, None] & inside, other=0.0)
+            mask = (n < N)[:, None] & inside
+            w = tl.load(w_ptr + w_at + i, mask=mask, other=0.0)
             acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
             if UP:
-                if TMA:
-                    w = w_desc.load([w_row + N, i])
-                else:
-                    w = tl.load(w_ptr + N * K + w_at + i, mask=mask, other=0.0)
+                w = tl.load(w_ptr + N * K + w_at + i, mask=mask, other=0.0)
                 up_acc = tl.dot(x, tl.trans(w), up_acc, input_precision="ieee")
         if UP:
             acc = acc * tl.sigmoid(acc) * up_acc
