@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from models.config import ModelConfig
-from models.forward import lm_logits, make_backbone
+from models.forward import PLAIN, lm_logits, make_backbone
 from models.inputs import KVCache, StepInputs, StepState, TensorParallel
+from models.ops.linear import Kernels
 from models.sharding import local_heads
 from models.weights import load_params, resolve_checkpoint
 
@@ -110,12 +111,13 @@ class Harness:
         return self._padded(columns)
 
     @torch.no_grad()
-    def logits(self, chunks: Chunks, kind: str = "extend") -> dict[int, Tensor]:
+    def logits(
+        self, chunks: Chunks, kind: str = "extend", kernels: Kernels = PLAIN
+    ) -> dict[int, Tensor]:
         """Run one step: slot -> logits [tokens of its chunk, V]."""
         inputs = self.inputs(chunks)
-        hidden = make_backbone(self.model, self.tp, kind)(
-            self.params, self.kv_cache, self.state, inputs
-        )
+        backbone = make_backbone(self.model, self.tp, kind, kernels=kernels)
+        hidden = backbone(self.params, self.kv_cache, self.state, inputs)
         logits = lm_logits(self.model, self.tp, self.params, *hidden, inputs)
         sizes = [len(ids) for ids in chunks.values()]
         return dict(zip(chunks, torch.split(logits[: sum(sizes)], sizes), strict=True))

@@ -9,9 +9,15 @@ import torch
 import torch.distributed as dist
 
 from models.inputs import TensorParallel
+from models.ops.linear import Kernels
 from tests.models.harness import Chunks, Harness, load
 
-CHUNKS: tuple[Chunks, ...] = ({0: list(range(20)), 1: [262, 131, 7]}, {0: [3], 1: [9]})
+# The last two are decode steps, of plain layers and of fused ones.
+CHUNKS: tuple[Chunks, ...] = (
+    {0: list(range(20)), 1: [262, 131, 7]},
+    {0: [3], 1: [9]},
+    {0: [11], 1: [200]},
+)
 
 
 def run_rank(rank: int, size: int, store: str, folders: Sequence[str]) -> None:
@@ -24,7 +30,9 @@ def run_rank(rank: int, size: int, store: str, folders: Sequence[str]) -> None:
         for folder in map(Path, folders):
             harness = Harness(*load(folder, tp=tp), tp=tp)
             for step, chunks in enumerate(CHUNKS):
-                torch.save(harness.logits(chunks), folder / f"{rank}.{step}.pt")
+                kind = "decode" if step > 0 else "extend"
+                logits = harness.logits(chunks, kind, Kernels(fused=step == 2))
+                torch.save(logits, folder / f"{rank}.{step}.pt")
         dist.barrier()  # a rank that leaves early can abort one that still talks
     finally:
         dist.destroy_process_group()
