@@ -49,6 +49,7 @@ COMPILE_KEYS = (
     "sampling.max_logit_bias",
     "sampling.max_stop_ids",
     "parallel.tp",
+    "parallel.all_reduce",
 )
 # Keys that must not decide it, each for a reason: where things lie, who is served, what is logged,
 # how much memory.

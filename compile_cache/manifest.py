@@ -179,7 +179,7 @@ def sweep_objects(entry: Path, manifest: Manifest) -> None:
     entry's lock.
     """
     wanted = {record.sha256 for record in manifest.files.values()}
-    for folder in (entry, entry / OBJECTS):
+    for folder in filter(Path.is_dir, (entry, entry / OBJECTS)):
         for path in folder.iterdir():
             leftover = path.name.startswith(".")
             if path.is_file() and (leftover or folder != entry and path.name not in wanted):

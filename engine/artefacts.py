@@ -34,6 +34,8 @@ from engine.resolve import ResolvedConfig, resolve
 from models.checkpoint import Checkpoint, resolve_checkpoint
 from models.config import ModelConfig
 from models.errors import ModelError as ModelsError
+from models.inputs import TensorParallel
+from models.sharding import check
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +75,7 @@ def prepare(config: EngineConfig) -> Prepared:
             options.path, options.revision, options.offline, options.load
         )
         model = ModelConfig.from_hf(checkpoint.config)
+        check(model, TensorParallel(size=config.parallel.tp))
     except ModelsError as error:
         raise ModelError(str(error)) from error
     cuda = torch.cuda.is_available()

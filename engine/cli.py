@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from engine.errors import FullgraphError
+from engine.world import launched_rank
 
 # Verb -> module with `run(args) -> exit status`. Imported by name once the verb is known: FastAPI
 # or torch take seconds to import, and `--help` or a typing mistake should not wait for either.
@@ -110,6 +111,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status: 0, 2 for a mistake of the user's (one line on stderr), 130 after Ctrl-C.
     """
     args = parse(argv)
+    if launched_rank():  # torchrun's, and not rank 0: whatever the verb, this process follows
+        os.execv(sys.executable, [sys.executable, "-m", "engine.rank_process"])
     try:
         status: int = importlib.import_module(_COMMANDS[args.verb]).run(args)
     except FullgraphError as error:

@@ -140,6 +140,7 @@ class ParallelOptions(Options):
     """Ranks."""
 
     tp: Positive = 1
+    all_reduce: Literal["nccl", "symmetric"] = "nccl"
     timeout_s: Seconds = 600
 
 

@@ -14,6 +14,7 @@ import gc
 import os
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,8 +24,9 @@ import zmq
 
 from engine.config import load_config
 from engine.engine_core import EngineCore
-from engine.errors import FullgraphError
+from engine.errors import EngineDead, FullgraphError
 from engine.parent_guard import die_with_parent
+from engine.ranks import Ranks
 from engine.request import (
     Abort,
     Fatal,
@@ -39,6 +41,9 @@ from engine.request import (
 )
 from engine.startup import start_engine
 
+# How often an idle engine looks whether its ranks are alive.
+_IDLE_MS = 500
+
 
 class EngineLoop:
     """Feeds an EngineCore from a socket. One thread; a step and the messages between steps take
@@ -47,10 +52,12 @@ class EngineLoop:
     Args:
         core: started and warm.
         socket: connected ZMQ PAIR socket of ToEngine / FromEngine messages in msgpack.
+        ranks: one of them may die while there is nothing to do.
     """
 
-    def __init__(self, core: EngineCore, socket: zmq.Socket[bytes]) -> None:
+    def __init__(self, core: EngineCore, socket: zmq.Socket[bytes], ranks: Ranks) -> None:
         self._core = core
+        self._ranks = ranks
         self._socket = socket
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
@@ -77,11 +84,12 @@ class EngineLoop:
 
         False: shut down.
         """
-        timeout_ms = 0 if self._core.has_work or not wait else None
+        timeout_ms = 0 if self._core.has_work or not wait else _IDLE_MS
         while self._socket.poll(timeout_ms):
             if not self._handle(self._decoder.decode(self._socket.recv())):
                 return False
             timeout_ms = 0
+        self._ranks.check()
         return True
 
     def _handle(self, message: ToEngine) -> bool:
@@ -125,16 +133,27 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _serve(socket: zmq.Socket[bytes], config_file: Path, overrides: Sequence[str]) -> int:
     encoder = msgspec.msgpack.Encoder()
+    lock = threading.RLock()
 
     def send(message: FromEngine) -> None:
-        socket.send(encoder.encode(message))
+        with lock:
+            socket.send(encoder.encode(message))
+
+    def give_up(message: str) -> None:
+        # A rank has died. What would be freed now hangs in collectives, and so may the main thread.
+        print(f"fullgraph: {message}", file=sys.stderr, flush=True)
+        with lock:
+            send(Fatal(message))
+            socket.close()
+            zmq.Context.instance().term()
+            os._exit(1)
 
     def progress(phase: str, done: int, total: int, text: str) -> None:
         send(Progress(phase, done, total, text))
 
     engine = None
     try:
-        engine = start_engine(load_config(config_file, overrides), progress)
+        engine = start_engine(load_config(config_file, overrides), progress, give_up)
         # What is alive now stays alive; do not let the collector walk it between steps.
         gc.collect()
         gc.freeze()
@@ -148,7 +167,9 @@ def _serve(socket: zmq.Socket[bytes], config_file: Path, overrides: Sequence[str
                 settings=engine.settings,
             )
         )
-        EngineLoop(engine.core, socket).run()
+        EngineLoop(engine.core, socket, engine.ranks).run()
+    except EngineDead as error:
+        give_up(str(error))
     except FullgraphError as error:
         send(Fatal(str(error)))
         return 2

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -27,6 +27,8 @@ from engine.scheduler.batch import I32, Kind, ScheduledBatch, SlotAdmission, Ste
 from engine.step_inputs import Bucket, empty_batch, pack, views
 from models.inputs import StepInputs
 from models.sampling import admit
+
+_POLL_S = 0.02
 
 
 class Planner(Protocol):
@@ -44,6 +46,9 @@ class Pending(Protocol):
 
     def wait(self) -> StepResult:
         """Block until the step is done."""
+
+    def poll(self) -> bool:
+        """Whether it is done; may wait for some milliseconds, on a CPU."""
 
 
 def parse_result(packed: I32, num_rows: int, variant: Variant) -> StepResult:
@@ -64,6 +69,9 @@ class _CpuPending:
     def wait(self) -> StepResult:
         return self.future.result()
 
+    def poll(self) -> bool:
+        return bool(wait([self.future], _POLL_S).done)
+
 
 @dataclass(frozen=True, eq=False)
 class _CudaPending:
@@ -75,6 +83,9 @@ class _CudaPending:
     def wait(self) -> StepResult:
         self.event.synchronize()
         return parse_result(self.packed, self.num_rows, self.variant)
+
+    def poll(self) -> bool:
+        return bool(self.event.query())
 
 
 class GraphRunner:

@@ -186,7 +186,7 @@ def _compile(
         "decode_buckets": _or(options.decode_buckets, decode_buckets(scheduler["max_running"])),
         "extend_buckets": _or(options.extend_buckets, extend_buckets(scheduler["max_step_tokens"])),
         "skinny_gemm": _or(options.skinny_gemm, device == "cuda"),
-        "threads": _or(options.threads, machine.cores),
+        "threads": _or(options.threads, max(1, machine.cores // config.parallel.tp)),
         "workers": _workers(config, backend, device, machine),
     }
 

@@ -14,20 +14,24 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from compile_cache import Session
-from engine.artefacts import open_cache, prepare
+from engine.artefacts import Prepared, open_cache, prepare
 from engine.compile_jobs import VARIANTS
 from engine.compiler import Compiler
 from engine.config import EngineConfig
 from engine.engine_core import EngineCore
 from engine.errors import ModelError
 from engine.limits import scheduler_limits
+from engine.rank_leader import Leader, OnFatal
+from engine.ranks import Ranks, check_devices
 from engine.resolve import ResolvedConfig, settings_of
 from engine.scheduler.scheduler import Scheduler
 from engine.worker import ProgressCallback, Worker
+from engine.world import rank_zero
 from models.config import ModelConfig
 from models.errors import ModelError as ModelsError
-from models.inputs import TensorParallel
 
 # A file to which the seconds of each phase of the start are written, for bench/startup.py.
 STARTUP_JSON = "FULLGRAPH_STARTUP_JSON"
@@ -45,6 +49,7 @@ class Engine:
     """
 
     core: EngineCore
+    ranks: Ranks
     worker: Worker
     cache: Session
     config: ResolvedConfig
@@ -53,38 +58,42 @@ class Engine:
     settings: dict[str, str]
 
     def close(self) -> None:
-        """Free graphs, threads and memory."""
+        """Free graphs, threads, memory and ranks, in this order: NCCL waits for graphs."""
+        self.ranks.stop()
         self.worker.close()
         self.cache.close()
+        self.ranks.close()
 
 
-def start_engine(config: EngineConfig, progress: ProgressCallback) -> Engine:
-    """Load, compile and warm everything.
+@dataclass(frozen=True, eq=False)
+class StartedWorker:
+    """One rank, ready to run batches."""
 
-    Args:
-        config: as loaded from YAML.
-        progress: called with (phase, done, total, text) as the start goes on.
+    prepared: Prepared
+    cache: Session
+    worker: Worker
 
-    Raises:
-        ConfigError: a setting that this machine or model cannot honour.
-        ModelError: the checkpoint cannot be served.
-    """
-    begin = time.perf_counter()
+
+def start_worker(config: EngineConfig, ranks: Ranks, progress: ProgressCallback) -> StartedWorker:
+    """Load, compile and warm one rank; see start_engine."""
+    device = ranks.device(_device_kind(config))
     progress("checkpoint", 0, 1, str(config.model.path))
-    prepared = prepare(config)
-    resolved, model = prepared.config, prepared.model
+    with ranks.first("prepared"):
+        prepared = prepare(config)
     cache = open_cache(prepared)
-    compiler = Compiler(config, resolved, cache)
+    compiler = Compiler(config, prepared.config, cache)
     try:
         # On a CPU what the first requests need is compiled here: a process of its own would need
         # the same cores, and longer.
-        if resolved.device == "cuda":
+        if prepared.config.device == "cuda" and ranks.alone:
             compiler.start(VARIANTS)
+        ranks.join(device, config.parallel.all_reduce)
         worker = Worker(
-            resolved,
-            model,
+            prepared.config,
+            prepared.model,
             prepared.checkpoint,
-            TensorParallel(),
+            device,
+            ranks,
             cache,
             progress,
             lambda: compiler.wait(progress),
@@ -96,6 +105,52 @@ def start_engine(config: EngineConfig, progress: ProgressCallback) -> Engine:
         compiler.close()
         raise
     worker.warm(compiler)
+    return StartedWorker(prepared, cache, worker)
+
+
+def _device_kind(config: EngineConfig) -> str:
+    return "cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu"
+
+
+def _start_ranks(config: EngineConfig, on_fatal: OnFatal | None) -> Ranks:
+    world = rank_zero(config.parallel.tp)
+    if world.size == 1 and not world.launched:
+        return Ranks()
+    check_devices(world, _device_kind(config))
+    return Leader(config, world, on_fatal)
+
+
+def start_engine(
+    config: EngineConfig, progress: ProgressCallback, on_fatal: OnFatal | None = None
+) -> Engine:
+    """Load, compile and warm everything, on all ranks.
+
+    Args:
+        config: as loaded from YAML.
+        progress: called with (phase, done, total, text) as rank 0's start goes on.
+        on_fatal: called in another thread if a rank has died and this one hangs; the process ends
+            after it.
+
+    Raises:
+        ConfigError: a setting that this machine or model cannot honour.
+        ModelError: the checkpoint cannot be served.
+        EngineDead: a rank died.
+    """
+    begin = time.perf_counter()
+    ranks = _start_ranks(config, on_fatal)
+
+    def checked(phase: str, done: int, total: int, text: str) -> None:
+        ranks.check()
+        progress(phase, done, total, text)
+
+    try:
+        started = start_worker(config, ranks, checked)
+    except Exception as error:
+        ranks.give_up(error)
+        raise
+    prepared, cache, worker = started.prepared, started.cache, started.worker
+    resolved, model = prepared.config, prepared.model
+    ranks.started()
     num_pages = worker.capacity.num_pages
     scheduler = Scheduler(scheduler_limits(resolved, num_pages, model.vocab_size))
     core = EngineCore(scheduler, worker, overlap=resolved.scheduler.overlap)
@@ -105,7 +160,7 @@ def start_engine(config: EngineConfig, progress: ProgressCallback) -> Engine:
     gc.freeze()
     settings = settings_of(config, resolved)
     settings["kv.num_pages"] = str(num_pages - 1)
-    return Engine(core, worker, cache, resolved, model, num_pages - 1, settings)
+    return Engine(core, ranks, worker, cache, resolved, model, num_pages - 1, settings)
 
 
 def _write_phases(worker: Worker, total: float) -> None:

@@ -27,6 +27,7 @@ from engine.errors import ConfigError
 from engine.graph_programs import StepTensors
 from engine.graph_runner import GraphRunner, Pending
 from engine.memory import kv_page_bytes, num_kv_pages
+from engine.ranks import Ranks
 from engine.resolve import ResolvedConfig
 from engine.scheduler.batch import ScheduledBatch, Variant
 from engine.step_compiler import build_runner
@@ -63,7 +64,8 @@ class Worker:
         config: resolved (no "auto" left in what is read here).
         model: from the checkpoint's config.json.
         checkpoint: where the weights are.
-        tp: this rank's place.
+        device: this rank's.
+        ranks: joined; its own place among them.
         cache: the opened entry of the compile cache.
         progress: called with (phase, done, total, text).
         compiled: waits for compile processes, which share the device's memory; called when the
@@ -78,17 +80,19 @@ class Worker:
         config: ResolvedConfig,
         model: ModelConfig,
         checkpoint: Checkpoint,
-        tp: TensorParallel,
+        device: torch.device,
+        ranks: Ranks,
         cache: Session,
         progress: ProgressCallback,
         compiled: Callable[[], object] = lambda: None,
     ) -> None:
         self._config = config
         self._progress = progress
-        self._is_alone = tp.size == 1
         self._when_warm: Callable[[], object] | None = None
         self._phases: dict[str, float] = {}
-        self.device = torch.device(config.device)
+        self.device = device
+        self._ranks = ranks
+        tp = ranks.tp
         dtype: torch.dtype = getattr(torch, config.model.dtype)
         configure_threads(config)
         params = self._timed(
@@ -107,7 +111,7 @@ class Worker:
         state, sampling_state = step_state(config, model, self.device)
         self._timed("compile", compiled)
         page_bytes = kv_page_bytes(model, tp, config.kv.page_size, dtype)
-        num_pages = num_kv_pages(config, page_bytes, self.device)
+        num_pages = num_kv_pages(config, page_bytes, self.device, ranks)
         if num_pages < 2:
             raise ConfigError(
                 f"kv: {num_pages} pages of {page_bytes} bytes fit; at least 2 are needed "
@@ -123,10 +127,10 @@ class Worker:
         serving.
 
         The first request seldom needs the `full` variant. On a CPU it is left to the background,
-        on a GPU to `warm_next`.
+        on a GPU to `warm_next`; not with several ranks, whose collectives must come in one order.
         """
         runner = self._runner
-        if self.device.type == "cpu":
+        if self.device.type == "cpu" and self._ranks.alone:
             self._timed("graphs", lambda: runner.warm(self._warm_progress, ["plain"]))
             compiler.keep(["plain"])
             compiler.start(["full"], nice=_NICE)
@@ -135,11 +139,11 @@ class Worker:
         gc.collect()
         gc.freeze()  # each recording may collect, and would walk all that is alive
         # Ranks must record the same graphs at the same time.
-        first: list[Variant] = ["plain"] if self._is_alone else list(VARIANTS)
+        first: list[Variant] = ["plain"] if self._ranks.alone else list(VARIANTS)
         self._timed("graphs", lambda: runner.warm(self._warm_progress, first))
         compiler.keep(first)
         self._when_warm = lambda: compiler.keep(VARIANTS)
-        if not self._is_alone:
+        if not self._ranks.alone:
             self.warm_next()
 
     def warm_next(self) -> bool:
@@ -171,7 +175,8 @@ class Worker:
 
     def launch(self, batch: ScheduledBatch) -> Pending:
         """Start one step; does not wait for it."""
-        return self._runner.launch(batch)
+        self._ranks.broadcast(batch)
+        return self._ranks.watched(self._runner.launch(batch))
 
     def close(self) -> None:
         """Free the graphs and threads."""

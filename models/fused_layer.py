@@ -16,9 +16,9 @@ from torch import Tensor
 
 from models.config import ModelConfig
 from models.inputs import TensorParallel
-from models.layers import Family, Params, Rows, mlp, row_parallel
+from models.layers import Family, Params, Rows, mlp
 from models.moe import feed_forward, fused_mixture
-from models.ops.collectives import all_reduce
+from models.ops.collectives import all_reduce_add
 from models.ops.fused import decode_attention
 from models.ops.linear import Kernels, fused_linear
 
@@ -59,10 +59,10 @@ def fused_decoder_layer(
     )
     x_TE = _project(tp, kernels, p, "o", o_THD.flatten(1), x_TE)
     if "router" in p:
-        if tp.size == 1:
+        if not tp.group:
             return fused_mixture(model, kernels, p, x_TE, p["post_norm"], x_TE, rows.kv_slots_T)
         y_TE = fused_mixture(model, kernels, p, x_TE, p["post_norm"], None, rows.kv_slots_T)
-        return x_TE + all_reduce(y_TE, tp.size, tp.group)
+        return all_reduce_add(y_TE, x_TE, tp.size, tp.group)
     mid_TF = fused_linear(
         x_TE,
         p["gate_up"],
@@ -80,8 +80,9 @@ def _project(
     tp: TensorParallel, kernels: Kernels, p: Params, name: str, x: Tensor, residual_TE: Tensor
 ) -> Tensor:
     """Back to the hidden size, summed over the ranks and added to the residual."""
-    if tp.size > 1:
-        return residual_TE + row_parallel(tp, p, name, x)
-    return fused_linear(
-        x, p[name], p.get(name + "_bias"), None, 0.0, False, residual_TE, kernels.pdl
-    )
+    bias = p.get(name + "_bias")
+    if not tp.group:
+        return fused_linear(x, p[name], bias, None, 0.0, False, residual_TE, kernels.pdl)
+    y_TE = fused_linear(x, p[name], None, None, 0.0, False, None, kernels.pdl)
+    x_TE = all_reduce_add(y_TE, residual_TE, tp.size, tp.group)
+    return x_TE if bias is None else x_TE + bias

@@ -106,7 +106,7 @@ class StepOutputs(NamedTuple):
 class TensorParallel(NamedTuple):
     """This rank's place on the tp axis; a compile-time constant.
 
-    size 1: no collective is traced.
+    group: name of the process group. Empty: no collective is traced, and size is 1.
     """
 
     rank: int = 0

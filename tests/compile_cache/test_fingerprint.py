@@ -52,6 +52,7 @@ RESOLVED: dict[str, tuple[Any, Any]] = {
     "sampling.max_logit_bias": (300, 10),
     "sampling.max_stop_ids": (64, 8),
     "parallel.tp": (1, 2),
+    "parallel.all_reduce": ("nccl", "symmetric"),
 }
 
 

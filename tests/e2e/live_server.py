@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,9 +76,12 @@ def live_server(folder: Path, changes: Mapping[str, Any] | None = None) -> Itera
 
 @contextlib.contextmanager
 def live_process(
-    folder: Path, changes: Mapping[str, Any] | None = None
+    folder: Path, changes: Mapping[str, Any] | None = None, launcher: Sequence[str] = ()
 ) -> Iterator[tuple[Target, subprocess.Popen[bytes]]]:
-    """The same, with the process; whoever asks for it ends it, or it is killed."""
+    """The same, with the process; whoever asks for it ends it, or it is killed.
+
+    `launcher` are the interpreter's arguments before `-m engine serve`.
+    """
     changes = dict(changes or {})
     template = changes.pop("model.chat_template", CHAT_TEMPLATE)
     path = model_folder(folder, template=template)
@@ -98,7 +101,7 @@ def live_process(
     log = folder / LOG
     with log.open("w") as stderr:
         process = subprocess.Popen(
-            [sys.executable, "-m", "engine", "serve", str(file)],
+            [sys.executable, *launcher, "-m", "engine", "serve", str(file)],
             cwd=ROOT,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             stdout=stderr,

@@ -25,5 +25,6 @@ def _ended(pid: int) -> bool:
 
 
 def children_of(pid: int) -> list[int]:
-    """Direct children."""
-    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    """Direct children, whichever thread started them; in the order of their pids."""
+    lists = (path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children"))
+    return sorted(int(word) for text in lists for word in text.split())

@@ -1,0 +1,81 @@
+"""Operator of an all-reduce through buffers that the GPUs of one host write into each other.
+
+`fullgraph::all_reduce_add` is opaque to the compiler, so that it sees the real number of rows of a
+bucket: small messages take our kernel (all_reduce_triton.py), large ones NCCL.
+
+Buffers belong to a process group and are found by its name, as attention's plans are found by
+bucket: made by `share` before anything is traced, kept until `forget`. Knows nothing of layers.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+try:
+    from models.ops import all_reduce_triton
+except ImportError:  # no Triton: a CPU
+    all_reduce_triton = None  # type: ignore[assignment]
+
+# Above this NCCL is as fast, and these are prompts, where it matters less.
+MAX_BYTES = 2**20
+
+_exchanges: dict[str, tuple[all_reduce_triton.Exchange, Tensor]] = {}
+
+
+def share(group: str, rank: int, size: int, device: torch.device) -> None:
+    """Allocate the buffers of the group of all ranks; all of them call it, on GPUs of one host.
+
+    Raises:
+        RuntimeError: the GPUs cannot reach each other's memory.
+    """
+    assert all_reduce_triton is not None, "CUDA tensors on a machine without Triton"
+    num_words = MAX_BYTES // 4
+    symmetric_memory: Any = importlib.import_module("torch.distributed._symmetric_memory")
+    words = symmetric_memory.empty(2 * size * num_words, dtype=torch.int64, device=device)
+    words.zero_()
+    handle = symmetric_memory.rendezvous(words, group)
+    buffers = torch.tensor(list(handle.buffer_ptrs), dtype=torch.int64, device=device)
+    state = torch.zeros(2, dtype=torch.int32, device=device)
+    torch.cuda.synchronize(device)
+    dist.barrier()  # all are zero before anybody writes
+    exchange = all_reduce_triton.Exchange(buffers, state, rank, size, num_words)
+    _exchanges[group] = (exchange, words)
+
+
+def shares(group: str) -> bool:
+    """Whether `share` was called for the group."""
+    return group in _exchanges
+
+
+def forget(group: str) -> None:
+    """Free the group's buffers; no graph that uses them may run again."""
+    _exchanges.pop(group, None)
+
+
+@torch.library.custom_op("fullgraph::all_reduce_add", mutates_args=(), device_types="cuda")
+def all_reduce_add(x: Tensor, residual: Tensor | None, group: str) -> Tensor:
+    """residual + sum of x over the ranks of the group, the same bits on all of them.
+
+    Args:
+        x: contiguous; equal shapes on all ranks.
+        residual: like x; None: nothing is added.
+        group: name of a process group that shares buffers.
+    """
+    exchange, _ = _exchanges[group]
+    if all_reduce_triton.fits(x, exchange):
+        out = torch.empty_like(x)
+        all_reduce_triton.run(x, residual, out, exchange)
+        return out
+    y = torch.ops._c10d_functional.all_reduce(x, "sum", group)
+    y = torch.ops._c10d_functional.wait_tensor(y)
+    return y if residual is None else residual + y
+
+
+@all_reduce_add.register_fake
+def _(x: Tensor, residual: Tensor | None, group: str) -> Tensor:
+    return torch.empty_like(x)
