@@ -160,8 +160,9 @@ class RankGroup(Ranks):
         self._joined = True
         assert dist.group.WORLD is not None
         group = dist.group.WORLD.group_name
-        self.tp = TensorParallel(self.world.rank, self.world.size, group)
-        if cuda and all_reduce == "symmetric":
+        shares = cuda and all_reduce == "symmetric"
+        self.tp = TensorParallel(self.world.rank, self.world.size, group, shares)
+        if shares:
             try:
                 symmetric.share(group, self.world.rank, self.world.size, device)
             except RuntimeError as error:

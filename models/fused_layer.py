@@ -62,7 +62,7 @@ def fused_decoder_layer(
         if not tp.group:
             return fused_mixture(model, kernels, p, x_TE, p["post_norm"], x_TE, rows.kv_slots_T)
         y_TE = fused_mixture(model, kernels, p, x_TE, p["post_norm"], None, rows.kv_slots_T)
-        return all_reduce_add(y_TE, x_TE, tp.size, tp.group)
+        return all_reduce_add(y_TE, x_TE, tp.size, tp.group, tp.symmetric)
     mid_TF = fused_linear(
         x_TE,
         p["gate_up"],
@@ -84,5 +84,5 @@ def _project(
     if not tp.group:
         return fused_linear(x, p[name], bias, None, 0.0, False, residual_TE, kernels.pdl)
     y_TE = fused_linear(x, p[name], None, None, 0.0, False, None, kernels.pdl)
-    x_TE = all_reduce_add(y_TE, residual_TE, tp.size, tp.group)
+    x_TE = all_reduce_add(y_TE, residual_TE, tp.size, tp.group, tp.symmetric)
     return x_TE if bias is None else x_TE + bias

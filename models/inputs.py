@@ -107,8 +107,10 @@ class TensorParallel(NamedTuple):
     """This rank's place on the tp axis; a compile-time constant.
 
     group: name of the process group. Empty: no collective is traced, and size is 1.
+    symmetric: its ranks write into each other's buffers (models.ops.symmetric).
     """
 
     rank: int = 0
     size: int = 1
     group: str = ""
+    symmetric: bool = False

@@ -29,13 +29,14 @@ def all_reduce(x: Tensor, size: int, group: str) -> Tensor:
     return functional.all_reduce(x, "sum", cast(Any, group)) if group else x
 
 
-def all_reduce_add(x: Tensor, residual: Tensor | None, size: int, group: str) -> Tensor:
+def all_reduce_add(
+    x: Tensor, residual: Tensor, size: int, group: str, symmetric_buffers: bool
+) -> Tensor:
     """residual + the sum over the ranks; in one kernel where the ranks share buffers."""
-    if group and symmetric.shares(group):
+    if symmetric_buffers:
         y: Tensor = symmetric.all_reduce_add(x, residual, group)
         return y
-    y = all_reduce(x, size, group)
-    return y if residual is None else residual + y
+    return residual + all_reduce(x, size, group)
 
 
 def all_gather_last(x: Tensor, size: int, group: str) -> Tensor:

@@ -47,11 +47,6 @@ def share(group: str, rank: int, size: int, device: torch.device) -> None:
     _exchanges[group] = (exchange, words)
 
 
-def shares(group: str) -> bool:
-    """Whether `share` was called for the group."""
-    return group in _exchanges
-
-
 def forget(group: str) -> None:
     """Free the group's buffers; no graph that uses them may run again."""
     _exchanges.pop(group, None)
