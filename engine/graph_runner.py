@@ -270,7 +270,12 @@ class GraphRunner:
             self._buffer.copy_(host)
         if self._planner is not None:
             self._planner.plan(bucket, batch)
-        self._programs[bucket.kind, variant].warm(bucket, inputs)
+        program = self._programs[bucket.kind, variant]
+        program.warm(bucket, inputs)
+        if self._device.type == "cuda":  # pinned memory is taken now, not while serving
+            packed = program.run(bucket, inputs)
+            for turn in range(2):
+                self._out_buffer(turn, packed)
         self._ready.add((bucket, variant))
         if all((b, variant) in self._ready for kind in self._buckets.values() for b in kind):
             self._warm_variants.add(variant)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from engine.config import load_config
-from engine.request import EngineRequest
+from engine.request import EngineRequest, StepOutput
 from engine.startup import Engine, start_engine
 
 
@@ -41,11 +41,16 @@ def running_engine(
 
 
 def run(
-    engine: Engine, requests: Sequence[EngineRequest], *, waves: int = 1, check: bool = True
+    engine: Engine,
+    requests: Sequence[EngineRequest],
+    *,
+    waves: int = 1,
+    check: bool = True,
+    watch: Callable[[StepOutput], object] = lambda _: None,
 ) -> dict[int, list[int]]:
     """Ids generated per request.
 
-    Requests arrive in `waves`, a few steps apart, so that phases mix.
+    Requests arrive in `waves`, a few steps apart, so that phases mix. `watch` sees every output.
     """
     core = engine.core
     outputs: dict[int, list[int]] = {request.request_id: [] for request in requests}
@@ -62,6 +67,7 @@ def run(
         assert steps < 100_000, "the engine does not come to an end"
         if output is None:
             continue
+        watch(output)
         for request_id, token_id in zip(output.request_ids, output.token_ids, strict=True):
             outputs[request_id].append(token_id)
         open_ids -= {finished.request_id for finished in output.finished}

@@ -1,0 +1,56 @@
+"""What GPU tests do with an engine: settings, another scheduler over it, what its steps fill."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from engine.engine_core import EngineCore
+from engine.graph_runner import Pending
+from engine.scheduler.batch import ScheduledBatch
+from engine.scheduler.scheduler import Scheduler
+from engine.startup import Engine
+
+Fills = Counter[tuple[str, int, int]]
+
+
+def gpu_sections(decode: Sequence[int], extend: Sequence[int], cudagraphs: str) -> dict[str, Any]:
+    """For tests.e2e.harness.running_engine: bf16, compiled, with these buckets."""
+    return {
+        "device": "cuda",
+        "model": {"dtype": "bfloat16"},
+        "compile": {
+            "backend": "inductor",
+            "cudagraphs": cudagraphs,
+            "decode_buckets": list(decode),
+            "extend_buckets": list(extend),
+            "cache": False,
+        },
+        "kv": {"num_pages": 600},
+        "scheduler": {"max_running": decode[-1], "max_step_tokens": extend[-1]},
+    }
+
+
+def with_scheduler(engine: Engine, changes: Mapping[str, Any]) -> Engine:
+    """The engine under a new scheduler, whose pages are all free, with limits changed."""
+    limits = dataclasses.replace(engine.core.scheduler.limits, **changes)
+    core = EngineCore(Scheduler(limits), engine.worker, overlap=limits.overlap)
+    return dataclasses.replace(engine, core=core)
+
+
+def watch_buckets(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Fills:
+    """Counts steps by kind, bucket and how many tokens of the bucket were padding."""
+    fills: Fills = Counter()
+    launch = engine.worker.launch
+
+    def watched(batch: ScheduledBatch) -> Pending:
+        size = engine.worker._runner.bucket_for(batch).num_tokens
+        fills[batch.kind, size, size - batch.num_tokens] += 1
+        return launch(batch)
+
+    monkeypatch.setattr(engine.worker, "launch", watched)
+    return fills

@@ -1,0 +1,188 @@
+"""A GPU engine over many steps: load that comes and goes, seeds that repeat, draws that follow the
+distribution, and a short run under compute-sanitizer.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine.request import EngineRequest, StepOutput, TokenLogprobs
+from engine.startup import Engine
+from tests.e2e.harness import run, running_engine
+from tests.e2e.tiny_models import VOCAB, hf_config, save_model
+from tests.gpu.engines import gpu_sections, watch_buckets, with_scheduler
+from tests.gpu.judge import Verdict, judge
+from tests.models.sampling_reference import assert_distributed
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.timeout(240),
+    pytest.mark.filterwarnings("ignore"),  # of torch's compiler and of transformers
+]
+
+SOAK_STEPS = 500
+ROWS = 32
+LEAST_SAME = 0.9
+SANITIZER = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+
+
+@pytest.fixture(scope="module", params=["manual", "trees"])
+def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Engine, Any]]:
+    """An engine and the same model in float32."""
+    folder = tmp_path_factory.mktemp("model")
+    model = save_model(folder, hf_config("qwen3", head_dim=128), dtype=torch.bfloat16)
+    sections = gpu_sections([1, 2, 8, 16, ROWS], [64, 256], request.param)
+    with running_engine(folder, **sections) as engine:
+        yield engine, model.float().cuda()
+
+
+class Load:
+    """Requests of all kinds, as many at a time as a slow wave says."""
+
+    def __init__(self, engine: Engine, seed: int) -> None:
+        self.core, self.rng = engine.core, random.Random(seed)
+        self.requests: dict[int, EngineRequest] = {}
+        self.answers: dict[int, list[int]] = {}
+        self.open: set[int] = set()
+        self.shared = [self.rng.randrange(3, VOCAB) for _ in range(64)]
+
+    def step(self, number: int) -> None:
+        """Come, go, compute."""
+        wanted = 1 + int(1.2 * ROWS * math.sin(math.pi * number / 100) ** 2)
+        while len(self.open) < wanted and number < SOAK_STEPS:
+            self._add(len(self.requests))
+        if self.rng.random() < 0.05 and self.open:
+            leaver = self.rng.choice(sorted(self.open))
+            self.core.abort([leaver])
+            self.open.remove(leaver)
+        output, failed = self.core.step()
+        assert not failed, failed
+        if output is not None:
+            for request_id, token_id in zip(output.request_ids, output.token_ids, strict=True):
+                self.answers[request_id].append(token_id)
+            self.open -= {finished.request_id for finished in output.finished}
+        if number % 50 == 0:
+            self.core.scheduler.check_integrity()
+
+    def _add(self, request_id: int) -> None:
+        rng = self.rng
+        own = [rng.randrange(3, VOCAB) for _ in range(rng.randint(1, 120))]
+        request = EngineRequest(
+            request_id=request_id,
+            prompt_ids=self.shared[: rng.choice((0, 0, 16, 40, 64))] + own,
+            max_tokens=rng.randint(1, 40),
+            temperature=rng.choice((0.0, 0.0, 0.8)),
+            top_p=rng.choice((1.0, 0.9)),
+            seed=request_id,
+            logprobs=rng.choice((-1, -1, -1, 2)),
+        )
+        assert not self.core.add([request])
+        self.requests[request_id], self.answers[request_id] = request, []
+        self.open.add(request_id)
+
+
+def test_soak(served: tuple[Engine, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, model = served
+    # Few pages: some requests are preempted and computed again.
+    engine = with_scheduler(engine, {"num_pages": 120})
+    fills = watch_buckets(engine, monkeypatch)
+    load = Load(engine, seed=1)
+    number = 0
+    while number < SOAK_STEPS or load.core.has_work:
+        load.step(number)
+        number += 1
+    stats, counters = load.core.stats(check=True), engine.worker.counters
+    assert stats.integrity == "" and stats.pages_held == 0
+    assert (counters.eager_steps, counters.recompiles, counters.cudagraph_skips) == (0, 0, 0)
+    assert stats.preemptions and stats.cached_prompt_tokens
+    sizes = {(kind, size) for kind, size, _ in fills}
+    assert sizes >= {("decode", n) for n in (1, 2, 8, 16, ROWS)} | {("extend", 64)}, sizes
+    cache = engine.worker._runner._tensors.kv_cache
+    assert not any(layer[0].any() for layer in cache.layers), "padding wrote to the dummy page"
+    verdict = Verdict()
+    for request_id, request in load.requests.items():
+        if request.temperature == 0 and load.answers[request_id]:
+            judge(verdict, model, request.prompt_ids, load.answers[request_id])
+    print(f"\n{number} steps, {len(load.requests)} requests, {stats}, {verdict}")
+    verdict.check(LEAST_SAME)
+
+
+def test_seeds_repeat(served: tuple[Engine, Any]) -> None:
+    engine, _ = served
+    rng = random.Random(5)
+    prompts = [[rng.randrange(3, VOCAB) for _ in range(rng.randint(1, 60))] for _ in range(ROWS)]
+
+    def draw(seed: int) -> dict[int, list[int]]:
+        requests = [
+            EngineRequest(request_id=i, prompt_ids=p, max_tokens=24, temperature=1.0, seed=seed + i)
+            for i, p in enumerate(prompts)
+        ]
+        return run(with_scheduler(engine, {"prefix_cache": False}), requests, waves=2)
+
+    first = draw(7)
+    assert draw(7) == first
+    assert draw(8) != first
+
+
+def test_draws_follow_the_distribution(served: tuple[Engine, Any]) -> None:
+    """Pairs of tokens, one drawn by an extend step and one by a decode step, against the exact
+    distribution that the reported log-probabilities give.
+    """
+    engine, _ = served
+    engine = with_scheduler(engine, {})
+    prompt, temperature, top_k, count = list(range(20, 60)), 1.3, 4, 8000
+
+    def distribution(ids: list[int]) -> dict[int, float]:
+        entries: list[TokenLogprobs] = []
+
+        def watch(output: StepOutput) -> None:
+            entries.extend(entry for entry in output.logprobs if entry is not None)
+
+        run(engine, [EngineRequest(10**6, ids, 1, logprobs=20)], watch=watch)
+        [entry] = entries
+        logits = np.array(entry.top_logprobs)
+        kept = logits >= logits[top_k - 1]  # equal ones at the edge are all kept
+        weights = np.where(kept, np.exp((logits - logits[0]) / temperature), 0.0)
+        return dict(zip(entry.top_ids, weights / weights.sum(), strict=True))
+
+    probs = np.zeros(VOCAB * VOCAB)
+    for first, p in distribution(prompt).items():
+        if p:
+            for second, q in distribution([*prompt, first]).items():
+                probs[first * VOCAB + second] = p * q
+    drawn: list[int] = []
+    for begin in range(0, count, 1000):
+        requests = [
+            EngineRequest(i, prompt, 2, temperature=temperature, top_k=top_k, seed=i)
+            for i in range(begin, begin + 1000)
+        ]
+        answers = run(engine, requests, check=False).values()
+        drawn += [first * VOCAB + second for first, second in answers]
+    assert_distributed(drawn, probs)
+
+
+@pytest.mark.skipif(not Path(SANITIZER).exists(), reason="no compute-sanitizer")
+def test_compute_sanitizer_finds_nothing() -> None:
+    """No access out of bounds in a short run; every tensor is an allocation of its own."""
+    command = [SANITIZER, "--tool", "memcheck", "--error-exitcode", "9", "--report-api-errors"]
+    command += ["no", sys.executable, "-m", "tests.gpu.short_run"]
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    assert "ERROR SUMMARY: 0 errors" in done.stdout
+    assert "30 tokens" in done.stdout
