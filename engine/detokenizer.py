@@ -43,6 +43,8 @@ class _ByteDecoder:
 
     def add(self, token_ids: Sequence[int]) -> str:
         data, skipped = self._bytes, self._skipped
+        if len(token_ids) == 1 and token_ids[0] not in skipped:
+            return self._decode(data(token_ids[0]), False)
         return self._decode(b"".join([data(i) for i in token_ids if i not in skipped]), False)
 
     def flush(self) -> str:

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from engine.errors import FullgraphError
 from engine.request import Finished, TokenLogprobs
+
+T = TypeVar("T")
 
 
 class Choice:
@@ -78,16 +81,27 @@ class OpenRequests:
         self.choices = [Choice(self, index, rid) for index, rid in enumerate(request_ids)]
         self.closed = False
         self._changed: list[Choice] = []
-        self._waiter: asyncio.Future[None] | None = None
+        self._waiter: asyncio.Future[Any] | None = None
+        self._take: Callable[[list[Choice]], Any]
 
-    async def changed(self) -> list[Choice]:
-        """Wait until something came for some choices and return those; [] once closed."""
-        while not self._changed and not self.closed:
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
+    async def changed(self, take: Callable[[list[Choice]], T]) -> T:
+        """Wait until something came for some choices; what `take` makes of those, [] once closed.
+
+        `take` is called when it comes, before any waiting task runs. So the work that a step of the
+        engine gives is done for all answers first, and then they are sent in one burst: a client
+        is not woken, and put to sleep again, for each.
+        """
+        if self._changed or self.closed:
+            return take(self._drain())
+        self._take = take
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            taken: T = await self._waiter
+            return taken
+        finally:
+            self._waiter = None
+
+    def _drain(self) -> list[Choice]:
         changed, self._changed = self._changed, []
         for choice in changed:
             choice.touched = False
@@ -116,5 +130,9 @@ class OpenRequests:
     def wake(self) -> None:
         """Let the waiting task run."""
         waiter = self._waiter
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
+        if waiter is None or waiter.done():
+            return
+        try:
+            waiter.set_result(self._take(self._drain()))
+        except Exception as error:  # belongs to the task that waits, not to who woke it
+            waiter.set_exception(error)

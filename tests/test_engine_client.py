@@ -63,7 +63,7 @@ async def collect(group: OpenRequests) -> list[list[int]]:
     """Ids of each choice, until all have ended."""
     ids: list[list[int]] = [[] for _ in group.choices]
     while not all(choice.ended and not choice.touched for choice in group.choices):
-        for choice in await group.changed():
+        for choice in await group.changed(list):
             if choice.error is not None:
                 raise choice.error
             ids[choice.index] += choice.take()[0]
@@ -89,7 +89,7 @@ def test_a_slow_reader_gets_everything_at_once_and_is_woken_once() -> None:
         group = client.submit([request("a", 20), request("b", 10)])
         while client.num_open:
             await asyncio.sleep(0.001)
-        changed = await group.changed()
+        changed = await group.changed(list)
         assert [choice.index for choice in changed] == [0, 1]
         assert [len(choice.take()[0]) for choice in changed] == [20, 10]
         assert all(choice.finished is not None for choice in changed)
@@ -101,7 +101,7 @@ def test_many_steps_in_one_delivery_wake_a_task_once() -> None:
     async def test(transport: FakeTransport, client: EngineClient) -> None:
         group = client.submit([request("a", 100)])
         transport.pause()
-        waiting = asyncio.create_task(group.changed())
+        waiting = asyncio.create_task(group.changed(list))
         await asyncio.sleep(0.01)
         rid = group.choices[0].request_id
         transport._on_messages([StepOutput([rid], [token]) for token in (7, 8, 9)])
@@ -117,7 +117,7 @@ def test_logprobs_and_prompt_logprobs() -> None:
         group = client.submit([request("x", 3), asked])
         while client.num_open:
             await asyncio.sleep(0.001)
-        await group.changed()
+        await group.changed(list)
         silent, scored = group.choices
         assert silent.take()[1] == [] == silent.prompt_logprobs
         ids, logprobs = scored.take()
@@ -144,13 +144,13 @@ def test_prompt_logprobs_computed_twice_count_once() -> None:
 def test_close_aborts_and_wakes() -> None:
     async def test(transport: FakeTransport, client: EngineClient) -> None:
         group = client.submit([request("a", 200), request("say:b", 200, stop_ids=[1])])
-        waiting = asyncio.create_task(group.changed())
+        waiting = asyncio.create_task(group.changed(list))
         while not group.choices[1].ended:
             await asyncio.sleep(0.001)
         await waiting
         group.close()
         group.close()
-        assert await group.changed() == []
+        assert await group.changed(list) == []
         before = transport.engine.steps
         stats = await client.stats()
         assert (stats.running, stats.waiting, client.num_open) == (0, 0, 0)
@@ -302,7 +302,7 @@ def test_killed_process(monkeypatch: pytest.MonkeyPatch) -> None:
         transport = process_engine(monkeypatch, step_s=0.01, child=True)
         async with started(transport) as client:
             group = client.submit([request("a", 200), request("b", 200)])
-            await group.changed()
+            await group.changed(list)
             pid = transport.pid
             assert pid is not None
             children = children_of(pid)
@@ -399,7 +399,7 @@ def test_fan_out_is_cheap() -> None:
         async def read(group: OpenRequests) -> None:
             nonlocal count
             while True:
-                for choice in await group.changed():
+                for choice in await group.changed(list):
                     count += len(choice.take()[0])
 
         tasks = [asyncio.create_task(read(group)) for group in groups]

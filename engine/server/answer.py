@@ -27,12 +27,12 @@ async def whole_answer(
     """Wait for the end of every choice and answer. A client that goes away aborts the run.
 
     Raises:
-        RequestError, EngineDead: as `Run.deltas` does.
+        RequestError, EngineDead: as `Run.next` does.
     """
     pieces: list[list[Delta]] = [[] for _ in range(run.job.num_choices)]
     watcher = asyncio.create_task(close_on_disconnect(run, receive))
     try:
-        async for batch in run.deltas():
+        while (batch := await run.next(list)) is not None:
             for index, delta in batch:
                 pieces[index].append(delta)
     finally:

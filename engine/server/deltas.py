@@ -64,6 +64,8 @@ class ChoiceText:
             min_tokens=job.params.min_tokens,
         )
         self.num_tokens = 0
+        # No part of a text is held back, reported on or cut off.
+        self._plain = not (job.params.stop or job.params.logprobs is not None or job.echo)
 
     def prompt_alone(self) -> Delta:
         """The whole answer when nothing is to be generated."""
@@ -75,8 +77,10 @@ class ChoiceText:
         """Take what came for the choice; None when there is nothing to tell the client."""
         ids, logprobs = choice.take()
         finished = choice.finished
-        if not ids and finished is None:
-            return None
+        if finished is None and (self._plain or not ids):
+            self.num_tokens += len(ids)
+            text = self._detokenizer.add(ids)
+            return Delta(text, ids) if text or (ids and self._job.return_token_ids) else None
         stopped_by_id = finished is not None and finished.stop_id >= 0
         delta = self._take(ids[:-1] if stopped_by_id else ids)
         if self._detokenizer.stopped is None and finished is not None:

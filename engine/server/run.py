@@ -6,7 +6,8 @@ Knows nothing of JSON or HTTP.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import Callable
+from typing import TypeVar
 
 from engine.engine_client import EngineClient
 from engine.metrics import Metrics
@@ -15,6 +16,9 @@ from engine.request import FINISH_ABORT
 from engine.server.deltas import ChoiceText, Delta
 from engine.server.protocol import Job
 from engine.tokenizer import Tokenizer
+
+Batch = list[tuple[int, Delta]]
+T = TypeVar("T")
 
 
 class Run:
@@ -53,27 +57,29 @@ class Run:
         """Given to the client so far, over all choices."""
         return sum(text.num_tokens for text in self._texts)
 
-    async def deltas(self) -> AsyncIterator[list[tuple[int, Delta]]]:
-        """What is new, as (index, delta), until every choice has ended or `close` was called.
+    async def next(self, make: Callable[[Batch], T]) -> T | None:
+        """What `make` makes of what is new; None when every choice has ended or after `close`.
 
         All that has come meanwhile is in one delta per choice, so that a slow reader gets fewer
-        and longer ones.
+        and longer ones. `make` may be called before this task runs again (OpenRequests.changed).
 
         Raises:
             RequestError: the engine refused or lost a choice; all others are aborted with it.
             EngineDead: it ended.
         """
         if self._group is None:
-            yield [(index, self._alone(index)) for index in sorted(self._open)]
-            return
-        while self._open:
-            changed = await self._group.changed()
-            if not changed:
-                return
+            return make([(i, self._alone(i)) for i in sorted(self._open)]) if self._open else None
+
+        def take(changed: list[Choice]) -> tuple[bool, T | None]:
             batch = [(choice.index, self._advance(choice)) for choice in changed]
             fresh = [(index, delta) for index, delta in batch if delta is not None]
-            if fresh:
-                yield fresh
+            return bool(changed), make(fresh) if fresh else None
+
+        while self._open:
+            more, made = await self._group.changed(take)
+            if made is not None or not more:
+                return made
+        return None
 
     def close(self) -> None:
         """End what is still open. More than once is allowed."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -44,8 +45,8 @@ def usage(job: Job, num_completion_tokens: int) -> dict[str, int]:
 class Frames(Protocol):
     """Bytes of the events of one answer."""
 
-    def delta(self, index: int, delta: Delta) -> bytes:
-        """What is new in one choice."""
+    def deltas(self, batch: Sequence[tuple[int, Delta]]) -> bytes:
+        """What is new, as (index, delta)."""
 
     def usage(self, counts: dict[str, int]) -> bytes:
         """The last chunk: no choices, the usage."""
@@ -59,13 +60,31 @@ class _Frames:
         self._choice = self._head + b'{"index":'
         # With include_usage every chunk has the field, null up to the last one.
         self._tail = b"]%s}\n\n" % (b',"usage":null' if job.include_usage else b"")
+        self._open_end = b',"logprobs":null,"finish_reason":null}' + self._tail
+        self._has_more = job.return_token_ids or job.params.logprobs is not None
 
-    def _end(self, index: int, delta: Delta, logprobs: bytes) -> bytes:
+    def deltas(self, batch: Sequence[tuple[int, Delta]]) -> bytes:
+        if len(batch) == 1:
+            return self._delta(*batch[0])
+        return b"".join([self._delta(index, delta) for index, delta in batch])
+
+    def _delta(self, index: int, delta: Delta) -> bytes:
+        raise NotImplementedError
+
+    def _logprobs(self, delta: Delta) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _end(self, delta: Delta) -> bytes:
+        """What follows the text; nearly always the same."""
+        if delta.finish_reason is None and not self._has_more:
+            return self._open_end
         reason = b"null" if delta.finish_reason is None else b'"%s"' % delta.finish_reason.encode()
         ids = b""
         if self._job.return_token_ids:
             ids = b',"token_ids":' + _encode(delta.token_ids)
-        return b'%s,"finish_reason":%s%s}%s' % (logprobs, reason, ids, self._tail)
+        asked = self._job.params.logprobs is not None
+        logprobs = _encode(self._logprobs(delta)) if asked else b"null"
+        return b',"logprobs":%s,"finish_reason":%s%s}%s' % (logprobs, reason, ids, self._tail)
 
     def usage(self, counts: dict[str, int]) -> bytes:
         return b'%s],"usage":%s}\n\n' % (self._head, _encode(counts))
@@ -77,17 +96,12 @@ class CompletionFrames(_Frames):
     def __init__(self, job: Job, answer_id: str, tokenizer: Tokenizer) -> None:
         super().__init__(job, answer_id, tokenizer, "text_completion")
 
-    def delta(self, index: int, delta: Delta) -> bytes:
-        logprobs = b',"logprobs":null'
-        if self._job.params.logprobs is not None:
-            logprobs = b',"logprobs":' + _encode(completion_logprobs(delta, self._tokenizer))
-        text = _encode(delta.text)
-        return b'%s%d,"text":%s%s' % (
-            self._choice,
-            index,
-            text,
-            self._end(index, delta, logprobs),
-        )
+    def _delta(self, index: int, delta: Delta) -> bytes:
+        text, end = _encode(delta.text), self._end(delta)
+        return b'%s%d,"text":%s%s' % (self._choice, index, text, end)
+
+    def _logprobs(self, delta: Delta) -> dict[str, Any]:
+        return completion_logprobs(delta, self._tokenizer)
 
 
 class ChatFrames(_Frames):
@@ -97,18 +111,13 @@ class ChatFrames(_Frames):
         super().__init__(job, answer_id, tokenizer, "chat.completion.chunk")
         self._begun: set[int] = set()
 
-    def delta(self, index: int, delta: Delta) -> bytes:
-        logprobs = b',"logprobs":null'
-        if self._job.params.logprobs is not None:
-            logprobs = b',"logprobs":' + _encode(chat_logprobs(delta, self._tokenizer))
+    def _delta(self, index: int, delta: Delta) -> bytes:
         content = b'{"content":%s}' % _encode(delta.text) if delta.text else b"{}"
-        frame = b'%s%d,"delta":%s%s' % (
-            self._choice,
-            index,
-            content,
-            self._end(index, delta, logprobs),
-        )
+        frame = b'%s%d,"delta":%s%s' % (self._choice, index, content, self._end(delta))
         return frame if index in self._begun else self._role(index) + frame
+
+    def _logprobs(self, delta: Delta) -> dict[str, Any]:
+        return chat_logprobs(delta, self._tokenizer)
 
     def _role(self, index: int) -> bytes:
         self._begun.add(index)
@@ -138,7 +147,8 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         watcher = asyncio.create_task(close_on_disconnect(self._run, receive))
         try:
-            await self._send_all(send)
+            # In a task of its own: each token would wake every caller up to here otherwise.
+            await asyncio.create_task(self._send_all(send))
         except FullgraphError as error:
             if not self._started:
                 await error_response(error)(scope, receive, send)
@@ -150,11 +160,10 @@ class EventStream(Response):
 
     async def _send_all(self, send: Send) -> None:
         run, shape = self._run, self._shape
-        async for batch in run.deltas():
+        while (body := await run.next(shape.deltas)) is not None:
             if not self._started:
                 await self._start(send)
-            parts = [shape.delta(index, delta) for index, delta in batch]
-            await self._body(send, parts[0] if len(parts) == 1 else b"".join(parts))
+            await self._body(send, body)
         last = DONE
         if run.job.include_usage:
             last = shape.usage(usage(run.job, run.num_completion_tokens)) + DONE

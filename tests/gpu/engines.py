@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import pytest
+import torch
 
+from engine import step_compiler
 from engine.engine_core import EngineCore
+from engine.graph_programs import ManualProgram, StepFunction, StepTensors
 from engine.graph_runner import Pending
 from engine.scheduler.batch import ScheduledBatch
 from engine.scheduler.scheduler import Scheduler
@@ -18,14 +21,19 @@ from engine.startup import Engine
 Fills = Counter[tuple[str, int, int]]
 
 
-def gpu_sections(decode: Sequence[int], extend: Sequence[int], cudagraphs: str) -> dict[str, Any]:
-    """For tests.e2e.harness.running_engine: bf16, compiled, with these buckets."""
+# How steps become graphs: "manual" and "trees" are compiled. "plain" is captured by hand as it is,
+# without a compiler: the same kernels, plans and replays, started in a second.
+Runner = Literal["manual", "trees", "plain"]
+
+
+def gpu_sections(decode: Sequence[int], extend: Sequence[int], runner: Runner) -> dict[str, Any]:
+    """For tests.e2e.harness.running_engine: bf16, with these buckets."""
     return {
         "device": "cuda",
         "model": {"dtype": "bfloat16"},
         "compile": {
-            "backend": "inductor",
-            "cudagraphs": cudagraphs,
+            "backend": "eager" if runner == "plain" else "inductor",
+            "cudagraphs": "trees" if runner == "trees" else "manual",
             "decode_buckets": list(decode),
             "extend_buckets": list(extend),
             "cache": False,
@@ -33,6 +41,16 @@ def gpu_sections(decode: Sequence[int], extend: Sequence[int], cudagraphs: str) 
         "kv": {"num_pages": 600},
         "scheduler": {"max_running": decode[-1], "max_step_tokens": extend[-1]},
     }
+
+
+def capture_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make engines without a compiler record their steps."""
+    pool = torch.cuda.graph_pool_handle()
+
+    def recorded(step: StepFunction, tensors: StepTensors) -> ManualProgram:
+        return ManualProgram(step, tensors, pool)
+
+    monkeypatch.setattr(step_compiler, "EagerProgram", recorded)
 
 
 def with_scheduler(engine: Engine, changes: Mapping[str, Any]) -> Engine:

@@ -19,8 +19,7 @@ def main() -> None:
     for decode, extend in (("triton", "fa3"), ("fa2", "fa2"), ("xqa", "fa3")):
         with tempfile.TemporaryDirectory() as folder:
             save_model(Path(folder), hf_config("qwen3", head_dim=128), dtype=torch.bfloat16)
-            sections = gpu_sections([1, 4], [64], "manual")
-            sections["compile"]["backend"] = "eager"
+            sections = gpu_sections([1, 4], [64], "plain")
             sections["attention"] = {"decode": decode, "extend": extend}
             sections["kv"]["num_pages"] = 32
             with running_engine(Path(folder), **sections) as engine:

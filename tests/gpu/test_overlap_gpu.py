@@ -21,7 +21,7 @@ from engine.startup import Engine
 from tests.e2e.harness import run, running_engine
 from tests.e2e.test_parity import prompts_for
 from tests.e2e.tiny_models import hf_config, save_model
-from tests.gpu.engines import gpu_sections
+from tests.gpu.engines import Runner, capture_uncompiled, gpu_sections
 
 pytestmark = [
     pytest.mark.gpu,
@@ -30,7 +30,12 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # of torch's compiler and of transformers
 ]
 
-CASES = [("triton", "manual"), ("triton", "trees"), ("fa2", "manual"), ("xqa", "manual")]
+CASES: list[tuple[str, Runner]] = [
+    ("triton", "manual"),
+    ("triton", "trees"),
+    ("fa2", "plain"),
+    ("xqa", "plain"),
+]
 # Each of them would make the host wait for the device.
 FORBIDDEN = {
     "cudaStreamSynchronize",
@@ -102,10 +107,14 @@ def calls_of_steps(engine: Engine, first_id: int) -> tuple[int, int, Counter[str
     return decode, extend, calls
 
 
-@pytest.mark.parametrize(("decode", "cudagraphs"), CASES)
-def test_what_a_step_does(decode: str, cudagraphs: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("decode", "runner"), CASES)
+def test_what_a_step_does(
+    decode: str, runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if runner == "plain":
+        capture_uncompiled(monkeypatch)
     save_model(tmp_path, hf_config("qwen3", head_dim=128), dtype=torch.bfloat16)
-    sections = gpu_sections([1, 4, 8], [64, 128], cudagraphs)
+    sections = gpu_sections([1, 4, 8], [64, 128], runner)
     sections["attention"] = {"decode": decode}
     with running_engine(tmp_path, **sections) as engine:
         with no_synchronisation():
@@ -122,7 +131,7 @@ def test_what_a_step_does(decode: str, cudagraphs: str, tmp_path: Path) -> None:
         assert pinned_after["num_host_alloc"] == pinned["num_host_alloc"], "pinned memory grew"
         num_decode, num_extend, calls = calls_of_steps(engine, 400)
     steps = num_decode + num_extend
-    print(f"\n{decode} {cudagraphs}: {num_decode} + {num_extend} steps, {dict(calls)}")
+    print(f"\n{decode} {runner}: {num_decode} + {num_extend} steps, {dict(calls)}")
     assert not FORBIDDEN & calls.keys()
     assert calls["cudaGraphLaunch"] == steps
     assert calls["Memcpy DtoH"] == steps

@@ -10,7 +10,6 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from engine.request import EngineRequest, StepOutput, TokenLogprobs
 from engine.startup import Engine
 from tests.e2e.harness import run, running_engine
 from tests.e2e.tiny_models import VOCAB, hf_config, save_model
-from tests.gpu.engines import gpu_sections, watch_buckets, with_scheduler
+from tests.gpu.engines import Runner, gpu_sections, watch_buckets, with_scheduler
 from tests.gpu.judge import Verdict, judge
 from tests.models.sampling_reference import assert_distributed
 
@@ -39,16 +38,15 @@ LEAST_SAME = 0.9
 SANITIZER = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
 
 
-@pytest.fixture(scope="module", params=["manual", "trees"])
-def served(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Engine, Any]]:
-    """An engine and the same model in float32."""
-    folder = tmp_path_factory.mktemp("model")
-    model = save_model(folder, hf_config("qwen3", head_dim=128), dtype=torch.bfloat16)
-    sections = gpu_sections([1, 2, 8, 16, ROWS], [64, 256], request.param)
-    with running_engine(folder, **sections) as engine:
-        yield engine, model.float().cuda()
+@pytest.mark.parametrize("runner", ["trees", "manual"])
+def test_serving(runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One start, for it takes longest: the soak, the seeds, the distribution."""
+    model = save_model(tmp_path, hf_config("qwen3", head_dim=128), dtype=torch.bfloat16)
+    sections = gpu_sections([1, 2, 8, 16, ROWS], [64, 256], runner)
+    with running_engine(tmp_path, **sections) as engine:
+        check_seeds_repeat(engine)
+        check_draws_follow_the_distribution(engine)
+        check_soak(engine, model.float().cuda(), monkeypatch)
 
 
 class Load:
@@ -96,8 +94,7 @@ class Load:
         self.open.add(request_id)
 
 
-def test_soak(served: tuple[Engine, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, model = served
+def check_soak(engine: Engine, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     # Few pages: some requests are preempted and computed again.
     engine = with_scheduler(engine, {"num_pages": 120})
     fills = watch_buckets(engine, monkeypatch)
@@ -122,8 +119,7 @@ def test_soak(served: tuple[Engine, Any], monkeypatch: pytest.MonkeyPatch) -> No
     verdict.check(LEAST_SAME)
 
 
-def test_seeds_repeat(served: tuple[Engine, Any]) -> None:
-    engine, _ = served
+def check_seeds_repeat(engine: Engine) -> None:
     rng = random.Random(5)
     prompts = [[rng.randrange(3, VOCAB) for _ in range(rng.randint(1, 60))] for _ in range(ROWS)]
 
@@ -139,11 +135,10 @@ def test_seeds_repeat(served: tuple[Engine, Any]) -> None:
     assert draw(8) != first
 
 
-def test_draws_follow_the_distribution(served: tuple[Engine, Any]) -> None:
+def check_draws_follow_the_distribution(engine: Engine) -> None:
     """Pairs of tokens, one drawn by an extend step and one by a decode step, against the exact
     distribution that the reported log-probabilities give.
     """
-    engine, _ = served
     engine = with_scheduler(engine, {})
     prompt, temperature, top_k, count = list(range(20, 60)), 1.3, 4, 8000
 
