@@ -63,7 +63,7 @@ def _text_prompt(text: str, tokenizer: Tokenizer, add_special_tokens: bool) -> P
 
 
 def _ids_prompt(ids: list[Any]) -> Prompt:
-    if any(not isinstance(item, int) or isinstance(item, bool) for item in ids):
+    if not set(map(type, ids)) <= {int}:  # parsed JSON: a bool has a type of its own
         raise InvalidRequest("prompt: token ids must be integers", param="prompt")
     if not ids:
         raise InvalidRequest("prompt: it is empty", param="prompt")
