@@ -151,7 +151,8 @@ class _Reply(asyncio.Protocol):
 
     def _unchunk(self, data: bytes) -> bytes:
         """The content of the whole chunks; the rest waits in the buffer."""
-        pieces, begin = [], 0
+        pieces: list[bytes] = []
+        begin = 0
         while (line := data.find(b"\r\n", begin)) >= 0:
             size = int(data[begin:line].split(b";")[0], 16)
             end = line + 2 + size

@@ -104,7 +104,12 @@ def start_worker(config: EngineConfig, ranks: Ranks, progress: ProgressCallback)
     except BaseException:
         compiler.close()
         raise
-    worker.warm(compiler)
+    try:
+        worker.warm(compiler)
+    except BaseException:
+        worker.close()
+        compiler.close()
+        raise
     return StartedWorker(prepared, cache, worker)
 
 

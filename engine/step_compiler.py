@@ -106,6 +106,19 @@ def _planner(
     )
 
 
+def few_layers(model: ModelConfig, tensors: StepTensors) -> tuple[ModelConfig, StepTensors]:
+    """The same with as few of the first layers as have one of each sort."""
+    layers, windows = tensors.params["layers"], model.layer_windows
+    sorts = [(window, *sorted(p)) for window, p in zip(windows, layers, strict=True)]
+    count = 1 + max(sorts.index(sort) for sort in set(sorts))
+    few = replace(
+        tensors,
+        params={**tensors.params, "layers": layers[:count]},
+        kv_cache=KVCache(tensors.kv_cache.layers[:count]),
+    )
+    return replace(model, num_layers=count, layer_windows=windows[:count]), few
+
+
 class _ProgramBuilder:
     """Makes the programs of one configuration; they share a graph pool and a log."""
 
@@ -167,16 +180,7 @@ class _ProgramBuilder:
         return ManualProgram(step, self._tensors, primer, self._pool)
 
     def _primer(self, kind: Kind, variant: Variant) -> EagerProgram:
-        """The step with as few layers as have one of each sort, uncompiled."""
-        layers, windows = self._tensors.params["layers"], self._model.layer_windows
-        sorts = [(window, *sorted(p)) for window, p in zip(windows, layers, strict=True)]
-        count = 1 + max(sorts.index(sort) for sort in set(sorts))
-        model = replace(self._model, num_layers=count, layer_windows=windows[:count])
-        tensors = replace(
-            self._tensors,
-            params={**self._tensors.params, "layers": layers[:count]},
-            kv_cache=KVCache(self._tensors.kv_cache.layers[:count]),
-        )
+        model, tensors = few_layers(self._model, self._tensors)
         kernels = linear.decode_kernels(self._device, self._config.compile.skinny_gemm)
         most_logprobs = self._config.sampling.max_logprobs
         step = make_step(model, self._tp, variant, kind, most_logprobs, as_is, kernels)

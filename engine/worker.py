@@ -23,10 +23,10 @@ from compile_cache import Session
 from engine.compile_jobs import VARIANTS
 from engine.compiled import CompileLog
 from engine.compiler import Compiler
-from engine.errors import ConfigError
 from engine.graph_programs import StepTensors
 from engine.graph_runner import GraphRunner, Pending
-from engine.memory import kv_page_bytes, num_kv_pages
+from engine.memory import explained, free_bytes, kv_page_bytes, num_kv_pages
+from engine.memory_trial import step_bytes
 from engine.ranks import Ranks
 from engine.resolve import ResolvedConfig
 from engine.scheduler.batch import ScheduledBatch, Variant
@@ -49,11 +49,13 @@ class Capacity:
     Attributes:
         num_pages: KV pages, the dummy page 0 included.
         page_bytes: of keys and values of one page on this rank.
+        step_bytes: that steps were measured to need besides; 0 where it was not asked.
         phases: seconds each part of the start took.
     """
 
     num_pages: int
     page_bytes: int
+    step_bytes: int
     phases: dict[str, float]
 
 
@@ -95,32 +97,45 @@ class Worker:
         tp = ranks.tp
         dtype: torch.dtype = getattr(torch, config.model.dtype)
         configure_threads(config)
-        params = self._timed(
-            "weights",
-            lambda: load_params(
-                model,
-                tp,
-                checkpoint,
-                dtype,
-                self.device,
-                lambda name, done, total: progress("weights", done, total, name),
-                seed=config.model.seed,
-                num_positions=config.model.max_model_len,
-            ),
-        )
-        state, sampling_state = step_state(config, model, self.device)
+        with explained("weights", config):
+            params = self._timed(
+                "weights",
+                lambda: load_params(
+                    model,
+                    tp,
+                    checkpoint,
+                    dtype,
+                    self.device,
+                    lambda name, done, total: progress("weights", done, total, name),
+                    seed=config.model.seed,
+                    num_positions=config.model.max_model_len,
+                ),
+            )
+        with explained("state", config):
+            state = step_state(config, model, self.device)
+
+        def tensors(num_pages: int) -> StepTensors:
+            pages = kv_pages(config, model, tp, num_pages, dtype, self.device)
+            return StepTensors(params, pages, *state)
+
+        def trial() -> int:
+            return step_bytes(config, model, tp, lambda: tensors(2), self.device, cache)
+
+        step = 0
+        if self.device.type == "cuda" and config.kv.num_pages is None:
+            with explained("steps", config):
+                step = self._timed("trial", trial)
         self._timed("compile", compiled)
         page_bytes = kv_page_bytes(model, tp, config.kv.page_size, dtype)
-        num_pages = num_kv_pages(config, page_bytes, self.device, ranks)
-        if num_pages < 2:
-            raise ConfigError(
-                f"kv: {num_pages} pages of {page_bytes} bytes fit; at least 2 are needed "
-                "(give kv.bytes, kv.memory_ratio or kv.num_pages more)"
+        free = ranks.gather("free memory", free_bytes(self.device))
+        num_pages = num_kv_pages(config, page_bytes, free, step)
+        self.capacity = Capacity(num_pages, page_bytes, step, self._phases)
+        with explained("kv", config, num_pages):
+            all_tensors = tensors(num_pages)
+        with explained("steps", config):
+            self._runner: GraphRunner = build_runner(
+                config, model, tp, all_tensors, self.device, cache
             )
-        kv_cache = kv_pages(config, model, tp, num_pages, dtype, self.device)
-        tensors = StepTensors(params, kv_cache, state, sampling_state)
-        self.capacity = Capacity(num_pages, page_bytes, self._phases)
-        self._runner: GraphRunner = build_runner(config, model, tp, tensors, self.device, cache)
 
     def warm(self, compiler: Compiler) -> None:
         """Load what is compiled, compile the rest, record the graphs; nothing is compiled while
@@ -129,6 +144,10 @@ class Worker:
         The first request seldom needs the `full` variant. On a CPU it is left to the background,
         on a GPU to `warm_next`; not with several ranks, whose collectives must come in one order.
         """
+        with explained("steps", self._config):
+            self._warm(compiler)
+
+    def _warm(self, compiler: Compiler) -> None:
         runner = self._runner
         if self.device.type == "cpu" and self._ranks.alone:
             self._timed("graphs", lambda: runner.warm(self._warm_progress, ["plain"]))

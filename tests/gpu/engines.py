@@ -12,7 +12,7 @@ import torch
 
 from engine import step_compiler
 from engine.engine_core import EngineCore
-from engine.graph_programs import ManualProgram, StepFunction, StepTensors
+from engine.graph_programs import EagerProgram, ManualProgram, StepFunction, StepTensors
 from engine.graph_runner import Pending
 from engine.scheduler.batch import ScheduledBatch
 from engine.scheduler.scheduler import Scheduler
@@ -37,6 +37,7 @@ def gpu_sections(decode: Sequence[int], extend: Sequence[int], runner: Runner) -
             "decode_buckets": list(decode),
             "extend_buckets": list(extend),
             "cache": False,
+            "workers": 0,
         },
         "kv": {"num_pages": 600},
         "scheduler": {"max_running": decode[-1], "max_step_tokens": extend[-1]},
@@ -48,9 +49,15 @@ def capture_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = torch.cuda.graph_pool_handle()
 
     def recorded(step: StepFunction, tensors: StepTensors) -> ManualProgram:
-        return ManualProgram(step, tensors, pool)
+        return ManualProgram(step, tensors, EagerProgram(step, tensors), pool)
 
     monkeypatch.setattr(step_compiler, "EagerProgram", recorded)
+
+
+def warm_all(engine: Engine) -> None:
+    """Record what a start leaves for later."""
+    while engine.worker.warm_next():
+        pass
 
 
 def with_scheduler(engine: Engine, changes: Mapping[str, Any]) -> Engine:

@@ -21,7 +21,7 @@ from engine.startup import Engine
 from tests.e2e.harness import run, running_engine
 from tests.e2e.test_parity import prompts_for
 from tests.e2e.tiny_models import hf_config, save_model
-from tests.gpu.engines import Runner, capture_uncompiled, gpu_sections
+from tests.gpu.engines import Runner, capture_uncompiled, gpu_sections, warm_all
 
 pytestmark = [
     pytest.mark.gpu,
@@ -117,6 +117,7 @@ def test_what_a_step_does(
     sections = gpu_sections([1, 4, 8], [64, 128], runner)
     sections["attention"] = {"decode": decode}
     with running_engine(tmp_path, **sections) as engine:
+        warm_all(engine)
         with no_synchronisation():
             serve(engine, 0)
             serve(engine, 100, scored=True)

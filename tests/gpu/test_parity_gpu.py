@@ -22,6 +22,7 @@ from tests.gpu.engines import (
     Runner,
     capture_uncompiled,
     gpu_sections,
+    warm_all,
     watch_buckets,
     with_scheduler,
 )
@@ -156,6 +157,7 @@ def test_greedy_equals_float32(case: Case, tmp_path: Path, monkeypatch: pytest.M
     sections["attention"] = {"decode": case.decode, "extend": case.extend}
     verdicts = {way.name: Verdict() for way in WAYS}
     with running_engine(tmp_path, **sections) as engine:
+        warm_all(engine)
         fills = watch_buckets(engine, monkeypatch)
         for way in WAYS:
             limits = {

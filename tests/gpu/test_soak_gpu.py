@@ -21,7 +21,7 @@ from engine.request import EngineRequest, StepOutput, TokenLogprobs
 from engine.startup import Engine
 from tests.e2e.harness import run, running_engine
 from tests.e2e.tiny_models import VOCAB, hf_config, save_model
-from tests.gpu.engines import Runner, gpu_sections, watch_buckets, with_scheduler
+from tests.gpu.engines import Runner, gpu_sections, warm_all, watch_buckets, with_scheduler
 from tests.gpu.judge import Verdict, judge
 from tests.models.sampling_reference import assert_distributed
 
@@ -44,6 +44,7 @@ def test_serving(runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     model = save_model(tmp_path, hf_config("qwen3", head_dim=128), dtype=torch.bfloat16)
     sections = gpu_sections([1, 2, 8, 16, ROWS], [64, 256], runner)
     with running_engine(tmp_path, **sections) as engine:
+        warm_all(engine)
         check_seeds_repeat(engine)
         check_draws_follow_the_distribution(engine)
         check_soak(engine, model.float().cuda(), monkeypatch)
