@@ -26,10 +26,11 @@ Fills = Counter[tuple[str, int, int]]
 Runner = Literal["manual", "trees", "plain"]
 
 
-def gpu_sections(decode: Sequence[int], extend: Sequence[int], runner: Runner) -> dict[str, Any]:
+def gpu_sections(
+    decode: Sequence[int], extend: Sequence[int], runner: Runner
+) -> dict[str, dict[str, Any]]:
     """For tests.e2e.harness.running_engine: bf16, with these buckets."""
     return {
-        "device": "cuda",
         "model": {"dtype": "bfloat16"},
         "compile": {
             "backend": "eager" if runner == "plain" else "inductor",

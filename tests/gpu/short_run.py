@@ -22,7 +22,7 @@ def main() -> None:
             sections = gpu_sections([1, 4], [64], "plain")
             sections["attention"] = {"decode": decode, "extend": extend}
             sections["kv"]["num_pages"] = 32
-            with running_engine(Path(folder), **sections) as engine:
+            with running_engine(Path(folder), "cuda", **sections) as engine:
                 answers = run(engine, greedy_requests(prompts_for(1)[:5:2], 4)[:2], waves=2)
                 answers |= run(engine, greedy_requests(prompts_for(2)[1:2], 2, first_id=10))
                 total += sum(map(len, answers.values()))

@@ -23,7 +23,7 @@ pytestmark = [
 ]
 
 
-def sections_of(runner: Runner, **kv: Any) -> dict[str, Any]:
+def sections_of(runner: Runner, **kv: Any) -> dict[str, dict[str, Any]]:
     sections = gpu_sections([1, 8, 64], [64, 4096], runner)
     sections["kv"] = kv
     return sections
@@ -43,7 +43,7 @@ def test_steps_need_no_more_than_was_measured(tmp_path: Path) -> None:
     save_model(tmp_path, hf_config("qwen3", head_dim=128), dtype=torch.bfloat16)
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
-    with running_engine(tmp_path, **sections_of("manual", memory_ratio=0.05)) as engine:
+    with running_engine(tmp_path, "cuda", **sections_of("manual", memory_ratio=0.05)) as engine:
         capacity, config = engine.worker.capacity, engine.config
         warm_all(engine)
         run(engine, greedy_requests(prompts_for(1), 8))
@@ -70,7 +70,7 @@ def test_running_out_says_what_to_set(
     tmp_path: Path,
 ) -> None:
     save_model(tmp_path, hf_config("qwen3", head_dim=128), dtype=torch.bfloat16)
-    engine = running_engine(tmp_path, **sections_of("plain", **kv))
+    engine = running_engine(tmp_path, "cuda", **sections_of("plain", **kv))
     with only(share), pytest.raises(ConfigError) as caught, engine:
         pass
     assert all(word in str(caught.value) for word in words), caught.value

@@ -116,7 +116,7 @@ def test_what_a_step_does(
     save_model(tmp_path, hf_config("qwen3", head_dim=128), dtype=torch.bfloat16)
     sections = gpu_sections([1, 4, 8], [64, 128], runner)
     sections["attention"] = {"decode": decode}
-    with running_engine(tmp_path, **sections) as engine:
+    with running_engine(tmp_path, "cuda", **sections) as engine:
         warm_all(engine)
         with no_synchronisation():
             serve(engine, 0)

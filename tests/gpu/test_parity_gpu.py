@@ -156,7 +156,7 @@ def test_greedy_equals_float32(case: Case, tmp_path: Path, monkeypatch: pytest.M
     sections = gpu_sections([1, 2, 4, 8], [64, 128], case.runner)
     sections["attention"] = {"decode": case.decode, "extend": case.extend}
     verdicts = {way.name: Verdict() for way in WAYS}
-    with running_engine(tmp_path, **sections) as engine:
+    with running_engine(tmp_path, "cuda", **sections) as engine:
         warm_all(engine)
         fills = watch_buckets(engine, monkeypatch)
         for way in WAYS:

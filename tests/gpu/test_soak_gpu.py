@@ -43,7 +43,7 @@ def test_serving(runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """One start, for it takes longest: the soak, the seeds, the distribution."""
     model = save_model(tmp_path, hf_config("qwen3", head_dim=128), dtype=torch.bfloat16)
     sections = gpu_sections([1, 2, 8, 16, ROWS], [64, 256], runner)
-    with running_engine(tmp_path, **sections) as engine:
+    with running_engine(tmp_path, "cuda", **sections) as engine:
         warm_all(engine)
         check_seeds_repeat(engine)
         check_draws_follow_the_distribution(engine)
