@@ -116,7 +116,8 @@ def few_layers(model: ModelConfig, tensors: StepTensors) -> tuple[ModelConfig, S
         params={**tensors.params, "layers": layers[:count]},
         kv_cache=KVCache(tensors.kv_cache.layers[:count]),
     )
-    return replace(model, num_layers=count, layer_windows=windows[:count]), few
+    mixes = model.moe_layers[:count]
+    return replace(model, num_layers=count, layer_windows=windows[:count], moe_layers=mixes), few
 
 
 class _ProgramBuilder:
