@@ -6,7 +6,7 @@ are called).
 
 from __future__ import annotations
 
-from compile_cache.aot import AotFunction, compile_or_load, preload
+from compile_cache.aot import AotFunction, compile_or_load, preload, settle_triton
 from compile_cache.archive import export, import_
 from compile_cache.fingerprint import (
     Difference,
@@ -55,6 +55,7 @@ __all__ = [
     "part_table",
     "preload",
     "run_jobs",
+    "settle_triton",
     "settle_vector_isa",
     "source_digest",
 ]

@@ -37,6 +37,18 @@ def preload() -> None:
             importlib.import_module(name)
 
 
+def settle_triton() -> None:
+    """Give Triton the assembler that Inductor will give it once it compiles a kernel of its own.
+
+    The assembler is part of what Triton keeps a kernel under: those of ours that are built before
+    Inductor's first, or in a process without one, would not be found again.
+    """
+    with contextlib.suppress(ImportError):
+        tasks = importlib.import_module("torch._inductor.runtime.compile_tasks")
+        for name in ("_set_triton_ptxas_path", "_set_triton_libdevice_path"):
+            getattr(tasks, name, lambda: None)()
+
+
 class AotFunction:
     """A compiled function. Calling it evaluates no guard: ask `accepts` once for each new kind of
     arguments.

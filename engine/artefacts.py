@@ -25,6 +25,7 @@ from compile_cache import (
     compile_config,
     flatten,
     machine_parts,
+    settle_triton,
     settle_vector_isa,
     source_digest,
 )
@@ -125,6 +126,8 @@ def open_cache(prepared: Prepared) -> Session:
     if not session.manifest.files:
         store.prune(_KEPT_ENTRIES)
     os.environ.update(session.environment())
+    if config.device == "cuda":
+        settle_triton()
     if config.device == "cpu" and config.compile.backend == "inductor":
         session.note(_VECTOR_ISA, settle_vector_isa(session.manifest.notes.get(_VECTOR_ISA)))
     return session

@@ -10,13 +10,14 @@ from __future__ import annotations
 import gc
 import json
 import os
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from compile_cache import Session
+from compile_cache import Session, preload
 from engine.artefacts import Prepared, open_cache, prepare
 from engine.compile_jobs import VARIANTS
 from engine.compiler import Compiler
@@ -78,6 +79,8 @@ def start_worker(config: EngineConfig, ranks: Ranks, progress: ProgressCallback)
     """Load, compile and warm one rank; see start_engine."""
     device = ranks.device(_device_kind(config))
     progress("checkpoint", 0, 1, str(config.model.path))
+    if config.compile.backend != "eager":  # imports, beside what waits for disk and device
+        threading.Thread(target=preload, daemon=True).start()
     with ranks.first("prepared"):
         prepared = prepare(config)
     cache = open_cache(prepared)
