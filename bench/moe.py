@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import itertools
 import multiprocessing
 import os
 import sys
@@ -28,7 +27,7 @@ from bench.kernels import BANDWIDTH, replay_us
 from bench.report import RESULTS, save
 from models.ops import experts_triton, route_triton
 from models.ops.experts import grouped_experts, mixture, top_experts
-from models.ops.experts_table import Choice, Tiles, choose_experts, num_tiles
+from models.ops.experts_table import Choice, Tiles, choose_experts, choose_one, num_tiles
 
 FLOPS = 790e12  # a second, bfloat16, of a large matrix product on an H200
 LAYERS = 4
@@ -95,13 +94,15 @@ def candidates(num_tokens: int, up: bool) -> Iterator[tuple[int, bool, Tiles]]:
 
 def one_candidates() -> Iterator[tuple[Tiles, Tiles]]:
     """Launches of the kernels of one token."""
-    best_up, best_down = Tiles(2, 2048), Tiles(4, 256)
-    for n, k, warps in itertools.product((1, 2, 4), (512, 1024, 2048), (2, 4, 8)):
-        if n * k <= 4096:
-            yield Tiles(n, k, 1, warps), best_down
-    for n, k, warps in itertools.product((1, 2, 4, 8), (128, 256), (2, 4, 8)):
-        if 256 <= n * k <= 2048:
-            yield best_up, Tiles(n, k, 1, warps)
+    ups = ((1, 2048, 2), (1, 2048, 4), (2, 1024, 4), (2, 2048, 4), (2, 2048, 8), (4, 1024, 4),
+           (4, 2048, 8), (4, 512, 4))  # fmt: skip
+    downs = ((4, 256, 4), (2, 256, 2), (2, 256, 4), (4, 256, 2), (8, 256, 4), (8, 256, 8),
+             (8, 128, 4), (4, 128, 4))  # fmt: skip
+    best_up, best_down = choose_one(SHAPE.top_k, SHAPE.ffn)
+    for n, k, warps in ups:
+        yield Tiles(n, k, 1, warps), best_down
+    for n, k, warps in downs:
+        yield best_up, Tiles(n, k, 1, warps)
 
 
 class Run(NamedTuple):
@@ -264,6 +265,17 @@ def _print_best(name: str, rows: Sequence[tuple[float, Any]], top: int) -> None:
     print(f"   {name:11}", "  ".join(f"{us:.1f} {what[1:]}" for us, what in rows[:top]), flush=True)
 
 
+def _compile_one(tiles: tuple[Tiles, Tiles]) -> str | None:
+    """In a worker process: compile the launches for one token, which is padding."""
+    wide = functools.partial(torch.zeros, dtype=torch.bfloat16, device="cuda")
+    x, chosen = wide(1, SHAPE.hidden), torch.zeros(2, SHAPE.top_k, device="cuda")
+    slots = torch.full((1,), -1, dtype=torch.int32, device="cuda")
+    experts = wide(1, 2 * SHAPE.ffn, SHAPE.hidden), wide(1, SHAPE.hidden, SHAPE.ffn)
+    experts_triton.one_token(x, chosen, slots, *experts, x, torch.empty_like(x), True, tiles)
+    torch.cuda.synchronize()
+    return None
+
+
 def _compile(job: tuple[int, bool, bool, int, Tiles]) -> str | None:
     """In a worker process: compile one launch, for the cache on disk. No tile has an expert."""
     block_m, tall, up, num_tokens, tiles = job
@@ -294,12 +306,14 @@ def compile_all(token_counts: Sequence[int], workers: int) -> None:
         for up in (True, False)
         for block_m, tall, tiles in candidates(count, up)
     }
-    workers = max(1, min(workers, (os.cpu_count() or 2) - 1, len(jobs)))
+    workers = max(1, min(workers, (os.cpu_count() or 2) - 1))
     print(f"{len(jobs)} candidates, {workers} workers", flush=True)
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
+        one = pool.map_async(_compile_one, one_candidates() if 1 in token_counts else (), 1)
         for failure in pool.imap_unordered(_compile, sorted(jobs), chunksize=2):
             if failure:
                 print("failed:", failure, flush=True)
+        one.get()
 
 
 def kernels(args: argparse.Namespace) -> dict[str, Any]:

@@ -130,6 +130,9 @@ def _down_one_kernel(
     acc = tl.zeros([BN, BK], tl.float32)
     if real:
         row = n[:, None] * F + i[None, :]
+        # As many copies of x as rows: spread over the threads once, it would pass through shared
+        # memory for every tile, and no load could overtake another.
+        x_at = tl.broadcast_to(i[None, :], [BN, BK])
         for k in tl.static_range(TOP):
             weight = tl.load(chosen_ptr + k)
             expert = tl.load(chosen_ptr + TOP + k).to(tl.int32, bitcast=True)
@@ -138,8 +141,8 @@ def _down_one_kernel(
                 inside = i < F - j
                 mask = (n < E)[:, None] & inside[None, :]
                 w = tl.load(from_ptr + row + j, mask=mask, other=0.0, eviction_policy="evict_first")
-                x = tl.load(mid_ptr + k * F + i + j, mask=inside, other=0.0).to(tl.float32)
-                acc += w.to(tl.float32) * (x * weight)[None, :]
+                x = tl.load(mid_ptr + k * F + j + x_at, mask=inside[None, :], other=0.0)
+                acc += w.to(tl.float32) * (x.to(tl.float32) * weight)
     y = tl.sum(acc, 1)
     if RESIDUAL:
         y += tl.load(residual_ptr + n, mask=n < E, other=0.0).to(tl.float32)
