@@ -70,6 +70,7 @@ class ProcessTransport:
         self._folder: Path | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._socket: zmq.Socket[bytes] | None = None
+        self._descriptor: int | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._exited = asyncio.Event()
         self._reported = False
@@ -79,9 +80,12 @@ class ProcessTransport:
         """Of the engine process; None before it is started."""
         return self._process.pid if self._process is not None else None
 
-    async def open(self, on_messages: OnMessages, on_exit: OnExit) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._on_messages, self._on_exit = on_messages, on_exit
+    def start(self) -> None:
+        """Start the process, before there is a loop to hear it.
+
+        Raises:
+            EngineDead: it cannot be started.
+        """
         short = len(tempfile.gettempdir()) < _LONGEST_FOLDER
         folder = tempfile.mkdtemp(prefix="fullgraph-", dir=None if short else "/tmp")
         self._folder = Path(folder)  # mode 0700
@@ -91,8 +95,6 @@ class ProcessTransport:
         for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
             self._socket.setsockopt(option, 0)
         self._socket.bind(address)
-        self._descriptor = self._socket.fileno()
-        self._loop.add_reader(self._descriptor, self._read)
         command = [*self._command, "--address", address, "--parent", str(os.getpid())]
         try:
             self._process = subprocess.Popen(
@@ -101,6 +103,17 @@ class ProcessTransport:
         except OSError as error:
             self._free()
             raise EngineDead(f"the engine process cannot be started: {error}") from None
+
+    async def open(self, on_messages: OnMessages, on_exit: OnExit) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._on_messages, self._on_exit = on_messages, on_exit
+        if self._process is None:
+            self.start()
+        assert self._socket is not None
+        self._descriptor = self._socket.fileno()
+        self._loop.add_reader(self._descriptor, self._read)
+        # What came before the loop watched announces itself no more.
+        self._loop.call_soon(self._read)
         threading.Thread(target=self._wait, name="engine-exit", daemon=True).start()
 
     def send(self, message: ToEngine) -> None:
@@ -175,7 +188,8 @@ class ProcessTransport:
 
     def _free(self) -> None:
         if self._socket is not None and self._context is not None:
-            self._loop.remove_reader(self._descriptor)
+            if self._descriptor is not None:
+                self._loop.remove_reader(self._descriptor)
             self._socket.close()
             self._context.term()
             self._socket = None

@@ -43,6 +43,7 @@ FORBIDDEN = [
     ("engine.detokenizer", "torch"),
     ("engine.engine_client", "torch"),
     ("engine.commands.serve", "torch"),
+    ("engine.engine_launch", "torch"),
     ("engine.config", "torch"),
     ("engine.resolve", "torch"),
 ]

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 
 from engine.config import load_config
-from engine.server.app import serve
+from engine.engine_launch import launched
 
 
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGTERM or Ctrl-C."""
-    return serve(load_config(args.config, args.overrides))
+    config = load_config(args.config, args.overrides)
+    with launched(config) as transport:
+        # Imported by name, and only now: FastAPI takes a second, in which the engine starts.
+        status: int = importlib.import_module("engine.server.app").serve(config, transport)
+    return status

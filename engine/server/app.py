@@ -19,6 +19,7 @@ from starlette.responses import Response
 
 from engine.config import EngineConfig
 from engine.engine_client import EngineClient
+from engine.engine_transport import ProcessTransport
 from engine.errors import FullgraphError
 from engine.request import Ready
 from engine.server.errors import Unsupported, error_response
@@ -92,10 +93,14 @@ def _add_error_handlers(app: FastAPI) -> None:
         return error_response(FullgraphError(f"internal error: {type(error).__name__}"))
 
 
-def serve(config: EngineConfig) -> int:
+def serve(config: EngineConfig, transport: ProcessTransport) -> int:
     """Serve until SIGTERM, Ctrl-C or the engine's end; the process's exit status.
 
     Listens at once and answers 503 with the progress while the engine starts.
+
+    Args:
+        config: of the whole server.
+        transport: to the engine's process, see engine_launch.launched.
 
     Raises:
         ConfigError: the address cannot be listened on.
@@ -105,4 +110,5 @@ def serve(config: EngineConfig) -> int:
         lambda client, on_ready: create_app(
             config, client, lambda: load_tokenizer(config.model), on_ready
         ),
+        transport,
     )

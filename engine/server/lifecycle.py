@@ -11,14 +11,11 @@ import gc
 import os
 import socket
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from collections.abc import Callable
+from contextlib import ExitStack
 from types import FrameType
 
 import uvicorn
-import yaml
 from fastapi import FastAPI
 
 from engine.config import EngineConfig
@@ -86,17 +83,6 @@ def listen(host: str, port: int) -> socket.socket:
         ) from None
 
 
-@contextmanager
-def _engine_config_file(config: EngineConfig) -> Iterator[Path]:
-    """The configuration as the engine process reads it, in a file that only we can read."""
-    tree = config.model_dump(mode="json")
-    del tree["server"]  # no business of the engine's, and holds the key
-    with tempfile.NamedTemporaryFile("w", prefix="fullgraph-", suffix=".yaml") as file:
-        yaml.safe_dump(tree, file)
-        file.flush()
-        yield Path(file.name)
-
-
 OnReady = Callable[[Ready, Tokenizer], None]
 
 
@@ -134,26 +120,21 @@ class _StartDisplay:
 def run_server(
     config: EngineConfig,
     make_app: Callable[[EngineClient, OnReady], FastAPI],
-    engine_module: str = "engine.engine_process",
+    transport: ProcessTransport,
 ) -> int:
     """Run until there is nothing more to serve; 0 after a drain, 1 when the engine ended.
 
     Args:
         config: of the whole server.
         make_app: an application over the client it is given, that says when it is ready.
-        engine_module: what to run as the engine's process.
+        transport: to the engine's process, which may be on its way already. It is ended.
     """
     # Texts are tokenised one at a time; a pool of threads would only be in the engine's way.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    with (
-        listen(config.server.host, config.server.port) as listener,
-        _engine_config_file(config) as file,
-    ):
+    with listen(config.server.host, config.server.port) as listener:
         host, port = listener.getsockname()[:2]
         address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         print(f"listening on {address}", file=sys.stderr, flush=True)
-        command = [sys.executable, "-m", engine_module, "--config", str(file)]
-        transport = ProcessTransport(command)
         with _StartDisplay(config, address) as display:
             client = EngineClient(
                 transport,

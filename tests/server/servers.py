@@ -134,12 +134,15 @@ class ServerProcess:
             "import sys\n"
             "from engine.config import EngineConfig\n"
             "from engine.server.app import create_app\n"
+            "from engine.engine_launch import launched\n"
             "from engine.server.lifecycle import run_server\n"
             "from engine.tokenizer import load_tokenizer\n"
             "config = EngineConfig.model_validate_json(sys.argv[1])\n"
             "load = lambda: load_tokenizer(config.model)\n"
             "make = lambda client, ready: create_app(config, client, load, ready)\n"
-            "sys.exit(run_server(config, make, 'tests.server.fake_engine_process'))\n"
+            "with launched(config, 'tests.server.fake_engine_process') as transport:\n"
+            "    status = run_server(config, make, transport)\n"
+            "sys.exit(status)\n"
         )
         self.temporary = folder / "tmp"
         self.temporary.mkdir()
