@@ -113,7 +113,7 @@ def _draw(rows: int, hidden: int, seed: int) -> Tensor:
 
 def run_rank(rank: int, size: int, port: int, hidden: int, rows: Sequence[int], into: str) -> None:
     """One rank of the measurement; rank 0 prints and saves."""
-    os.environ["NCCL_NVLS_ENABLE"] = "0"
+    os.environ |= {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     dist.init_process_group(

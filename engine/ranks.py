@@ -144,8 +144,9 @@ class RankGroup(Ranks):
                 "several ranks per process"
             )
         cuda = device.type == "cuda"
-        if cuda:  # NVLink multicast is not ours to configure, and not needed for small messages
+        if cuda:  # no NVLink multicast: small messages need none, and it can wedge a host's GPUs
             os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+            os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         elif not self.world.launched and sys.platform == "linux":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host's name need not resolve
         self.gather("joined", 1)  # a wait that sees a dead rank; what follows would not
