@@ -9,13 +9,11 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+import torch
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
 from models.ops import symmetric
-
-# torch 2.13's name for what was all_gather_tensor.
-_all_gather: Any = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
 
 
 def all_reduce(x: Tensor, size: int, group: str) -> Tensor:
@@ -40,8 +38,10 @@ def all_reduce_add(
 
 
 def all_gather_last(x: Tensor, size: int, group: str) -> Tensor:
-    """[..., n] on each rank -> [..., size * n] on all, in rank order."""
+    """[rows, n] on each rank -> [rows, size * n] on all, in rank order."""
     if not group:
         return x
-    gathered: Tensor = _all_gather(x, x.dim() - 1, group)
-    return gathered
+    # The operators themselves: torch 2.11 cannot trace its own function of a last dim.
+    ops: Any = torch.ops._c10d_functional
+    gathered: Tensor = ops.wait_tensor(ops.all_gather_into_tensor(x, size, group))
+    return gathered.view(size, *x.shape).transpose(0, 1).flatten(1)
