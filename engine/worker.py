@@ -128,6 +128,7 @@ class Worker:
         self._timed("compile", compiled)
         page_bytes = kv_page_bytes(model, tp, config.kv.page_size, dtype)
         free = ranks.gather("free memory", free_bytes(self.device))
+        step = max(ranks.gather("step memory", step))
         num_pages = num_kv_pages(config, page_bytes, free, step)
         self.capacity = Capacity(num_pages, page_bytes, step, self._phases)
         with explained("kv", config, num_pages):
