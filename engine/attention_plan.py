@@ -18,6 +18,7 @@ from engine.errors import ConfigError
 from engine.flashinfer_plan import (
     AttentionShape,
     HostRows,
+    Keeper,
     PartPlan,
     PlanSpace,
     flashinfer,
@@ -44,6 +45,7 @@ class AttentionPlanner:
             extend step go through `decode`'s kernel.
         first_layer: the cache of the model's first layer.
         workspace_bytes: FlashInfer's float workspace; made larger where the buckets need it.
+        keeper: of FlashInfer's built modules.
 
     Raises:
         ConfigError: FlashInfer is missing or of another version, or a kernel cannot serve this
@@ -58,9 +60,10 @@ class AttentionPlanner:
         buckets: Sequence[Bucket],
         first_layer: Tensor,
         workspace_bytes: int,
+        keeper: Keeper | None = None,
     ) -> None:
         assert attention_cuda is not None, "attention on a GPU needs Triton, which comes with torch"
-        self._shape, self._device = shape, first_layer.device
+        self._shape, self._device, self._keeper = shape, first_layer.device, keeper
         self._kernels = {"decode": decode, "extend": extend}
         self._check(decode, extend)
         self._most_rows = max(_rows_of(b) for b in buckets)
@@ -166,21 +169,30 @@ class AttentionPlanner:
     def _prefill_module(self, backend: str, window: int) -> Any:
         key = (backend, int(window > 0))
         if key not in self._modules:
-            jit, dtype, dim = flashinfer("jit.attention"), self._shape.dtype, self._shape.head_dim
-            spec = jit.gen_batch_prefill_module(
-                backend, dtype, dtype, dtype, torch.int32, dim, dim, 0, window > 0, False, False
-            )
-            self._modules[key] = load_module(spec)
+            dtype, dim, swa = self._shape.dtype, self._shape.head_dim, window > 0
+
+            def spec() -> Any:
+                return flashinfer("jit.attention").gen_batch_prefill_module(
+                    backend, dtype, dtype, dtype, torch.int32, dim, dim, 0, swa, False, False
+                )
+
+            name = f"prefill-{backend}-{_name(dtype)}-{dim}-{int(swa)}"
+            self._modules[key] = load_module(name, spec, self._keeper)
         return self._modules[key]
 
     def _xqa(self, window: int) -> Any:
         key = ("xqa", int(window > 0))
         if key not in self._modules:
-            shape, dtype = self._shape, self._shape.dtype
-            spec = flashinfer("jit.xqa").gen_xqa_module(
-                dtype, dtype, shape.page_size, shape.head_dim, shape.group, window > 0, dtype, 1
-            )
-            self._modules[key] = xqa_call(load_module(spec))
+            shape, dtype, swa = self._shape, self._shape.dtype, window > 0
+            page, dim, group = shape.page_size, shape.head_dim, shape.group
+
+            def spec() -> Any:
+                return flashinfer("jit.xqa").gen_xqa_module(
+                    dtype, dtype, page, dim, group, swa, dtype, 1
+                )
+
+            name = f"xqa-{_name(dtype)}-{page}-{dim}-{group}-{int(swa)}"
+            self._modules[key] = xqa_call(load_module(name, spec, self._keeper))
         return self._modules[key]
 
     def _check(self, decode: str, extend: str) -> None:
@@ -231,6 +243,7 @@ def build_planner(
     buckets: Sequence[Bucket],
     page_table_SP: Tensor,
     first_layer: Tensor,
+    keeper: Keeper | None = None,
 ) -> AttentionPlanner:
     """The planner of a resolved configuration; heads are this rank's, windows the layers'."""
     shape = AttentionShape(
@@ -250,7 +263,12 @@ def build_planner(
         buckets,
         first_layer,
         int(attention.workspace),
+        keeper,
     )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _rows_of(bucket: Bucket) -> int:

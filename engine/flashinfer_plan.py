@@ -14,7 +14,8 @@ import importlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -198,10 +199,35 @@ def flashinfer(module: str) -> Any:
     return importlib.import_module(f"flashinfer.{module}")
 
 
-def load_module(spec: Any) -> Any:
-    """Load a kernel module; without a built one that is minutes of nvcc, so say so first."""
+class Keeper(Protocol):
+    """Where built modules are kept; a compile cache's session is one."""
+
+    def path(self, name: str) -> Path | None:
+        """The file kept under a name."""
+
+    def put(self, name: str, data: bytes) -> bool:
+        """Keep a file."""
+
+
+def load_module(name: str, make_spec: Callable[[], Any], keeper: Keeper | None) -> Any:
+    """A kernel module. One that was kept is loaded without FlashInfer, whose import takes seconds.
+
+    Args:
+        name: says what the module was built for.
+        make_spec: FlashInfer's description of it; called where nothing was kept.
+        keeper: of built modules.
+    """
+    blob = f"flashinfer/{name}.so"
+    kept = keeper.path(blob) if keeper is not None else None
+    if kept is not None:
+        return importlib.import_module("tvm_ffi").load_module(str(kept))
+    spec = make_spec()
+    # Without a built one that is minutes of nvcc, so say so first.
     logger.info("FlashInfer module %s (built on first use, which takes minutes)", spec.name)
-    return spec.build_and_load()
+    module = spec.build_and_load()
+    if keeper is not None:
+        keeper.put(blob, spec.get_library_path().read_bytes())
+    return module
 
 
 def xqa_call(module: Any) -> Callable[..., None]:

@@ -80,7 +80,7 @@ def build_runner(
         tensors,
         buckets,
         device,
-        planner=_planner(config, model, tp, tensors, buckets) if cuda else None,
+        planner=_planner(config, model, tp, tensors, buckets, session) if cuda else None,
         is_graph=builder.compiles,
         log=builder.log,
     )
@@ -92,6 +92,7 @@ def _planner(
     tp: TensorParallel,
     tensors: StepTensors,
     buckets: list[Bucket],
+    session: Session,
 ) -> AttentionPlanner:
     num_heads, num_kv_heads = local_heads(model, tp)
     return build_planner(

@@ -9,14 +9,15 @@ collectives.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-from torch.distributed.tensor import Placement, Replicate, Shard
+from typing import TYPE_CHECKING, NamedTuple
 
 from models.config import ModelConfig
 from models.errors import UnsupportedModel
 from models.inputs import TensorParallel
 from models.param_spec import ParamSpec, Part
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import Placement
 
 # Logical axis -> is it split over the tp axis of the mesh? The only table there is.
 SHARDED: dict[str, bool] = {
@@ -40,6 +41,9 @@ class AxisSlice(NamedTuple):
 
 def placement(spec: ParamSpec) -> Placement:
     """DTensor's placement of the parameter on the tp axis; fused ones are split part by part."""
+    # Half a second to import, and one rank needs none of it.
+    from torch.distributed.tensor import Replicate, Shard
+
     for dim, axis in enumerate(spec.parts[0].axes):
         if SHARDED[axis]:
             return Shard(dim + 1 if spec.stack else dim)

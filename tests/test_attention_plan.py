@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.flashinfer_plan import AttentionShape, HostRows, PartPlan
+from engine.flashinfer_plan import AttentionShape, HostRows, PartPlan, load_module
 from engine.scheduler.batch import ScheduledBatch
 from engine.step_inputs import Bucket, empty_batch
 
@@ -118,3 +120,38 @@ def test_a_plan_that_no_longer_fits_its_graph_is_a_bug() -> None:
     recorder.info = [1, 2, 4]
     with pytest.raises(AssertionError, match="captured"):
         plan.plan(rows_of((2, 1)))
+
+
+class _Keeper:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def path(self, name: str) -> Path | None:
+        path = self.folder / name
+        return path if path.exists() else None
+
+    def put(self, name: str, data: bytes) -> bool:
+        (self.folder / name).parent.mkdir(exist_ok=True)
+        (self.folder / name).write_bytes(data)
+        return True
+
+
+def test_a_built_module_is_kept_and_loaded_without_flashinfer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built, loaded = tmp_path / "built.so", []
+    built.write_bytes(b"code")
+    tvm_ffi = SimpleNamespace(load_module=lambda path: loaded.append(Path(path).read_bytes()))
+    monkeypatch.setitem(sys.modules, "tvm_ffi", tvm_ffi)
+    spec = SimpleNamespace(
+        name="m", build_and_load=lambda: "module", get_library_path=lambda: built
+    )
+    keeper = _Keeper(tmp_path)
+    assert load_module("m", lambda: spec, keeper) == "module" and not loaded
+
+    def never() -> Any:
+        raise AssertionError("FlashInfer was asked")
+
+    load_module("m", never, keeper)
+    assert loaded == [b"code"]
+    assert load_module("m", lambda: spec, None) == "module"
