@@ -170,9 +170,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     url = f"http://127.0.0.1:{port}"
     with tempfile.TemporaryDirectory(prefix="fullgraph-startup-") as name:
         folder = Path(name)
+        cache = options.keep or folder / "cache"
         settings = [
             *options.overrides,
-            f"compile.cache_dir={folder / 'cache'}",
+            f"compile.cache_dir={cache}",
             f"server.port={port}",
             "server.host=127.0.0.1",
             "server.api_key=null",
@@ -192,7 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except ServerFailed as error:
             print(f"bench startup: {error}", file=sys.stderr)
             return 1
-        size = sum(f.stat().st_size for f in (folder / "cache").rglob("*") if f.is_file())
+        size = sum(f.stat().st_size for f in cache.rglob("*") if f.is_file())
     print(table(rows(cold, warm)))
     print(f"import torch alone: {floor:.2f} s; cache on disk: {size / 2**20:.1f} MiB")
     result = {
@@ -219,6 +220,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("config", type=Path)
     parser.add_argument("--set", dest="overrides", action="append", default=[])
     parser.add_argument("--warm", type=int, default=3, help="warm starts; the median is shown")
+    parser.add_argument("--keep", type=Path, help="an empty folder for the cache, to look at after")
     parser.add_argument("--request", default="Hello", help="prompt of the first request")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the JSON")
     return parser
