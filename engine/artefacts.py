@@ -86,6 +86,7 @@ def prepare(config: EngineConfig) -> Prepared:
         checkpoint_dtype=model.dtype,
         cuda=cuda,
         capability=torch.cuda.get_device_capability() if cuda else None,
+        context_unit=model.context_unit,
     )
     return Prepared(checkpoint, model, resolved)
 

@@ -122,7 +122,7 @@ class SchedulerOptions(Options):
     max_waiting: Positive = 1024
     max_step_tokens: Positive | Auto = "auto"
     step_budget: Positive | Auto = "auto"
-    context_unit: Positive = 16384
+    context_unit: Positive | Auto = "auto"
     overlap: bool = True
     output_estimate: Annotated[float, Gt(0), Le(1)] = 0.25
     max_waiting_s: Seconds | None = None

@@ -28,6 +28,7 @@ from engine.machine import Machine, this_machine
 logger = logging.getLogger(__name__)
 
 DType = Literal["float32", "bfloat16", "float16"]
+DEFAULT_CONTEXT_UNIT = 16384
 _SMALLEST_EXTEND_BUCKET = 64
 _BUCKET_STEP = 8
 _HOPPER = (9, 0)
@@ -64,6 +65,7 @@ class ResolvedScheduler(SchedulerOptions):
     max_running: Positive
     max_step_tokens: Positive
     step_budget: Positive
+    context_unit: Positive
 
 
 class ResolvedConfig(EngineConfig):
@@ -99,6 +101,7 @@ def resolve(
     checkpoint_dtype: str | None,
     cuda: bool,
     capability: tuple[int, int] | None = None,
+    context_unit: int = DEFAULT_CONTEXT_UNIT,
     machine: Machine | None = None,
 ) -> ResolvedConfig:
     """Fill in every "auto".
@@ -109,6 +112,7 @@ def resolve(
         checkpoint_dtype: the weights' dtype by name; None where the checkpoint does not say.
         cuda: torch can use a CUDA device.
         capability: its compute capability, (9, 0) for an H200.
+        context_unit: the model's own; see models.config.ModelConfig.context_unit.
         machine: where this will run; None: here.
 
     Raises:
@@ -123,6 +127,7 @@ def resolve(
         "max_model_len": _max_model_len(config, max_position),
     }
     tree["scheduler"] |= _scheduler(config, device)
+    tree["scheduler"]["context_unit"] = _or(config.scheduler.context_unit, context_unit)
     tree["compile"] |= _compile(config, device, machine, tree["scheduler"])
     tree["attention"] |= _attention(config, device, capability)
     return validate(ResolvedConfig, tree, "configuration", {})
