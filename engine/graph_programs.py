@@ -104,24 +104,34 @@ class CompiledProgram(EagerProgram):
     """A compiled step function, called directly: a CPU, where there is nothing to record."""
 
 
+def _compiled_for(bucket: Bucket, dynamic: bool) -> int:
+    """A number of tokens that the bucket shares its compile with; a single one is never shared."""
+    return 2 if dynamic and bucket.num_tokens > 1 else bucket.num_tokens
+
+
 class TreesProgram(EagerProgram):
     """`torch.compile(mode="reduce-overhead")`: Inductor's CUDA graph trees record and replay.
 
     Args:
         primer: runs a few layers of the same step uncompiled.
+        dynamic: one compile serves all buckets of more than one token.
     """
 
-    def __init__(self, step: StepFunction, tensors: StepTensors, primer: EagerProgram) -> None:
+    def __init__(
+        self, step: StepFunction, tensors: StepTensors, primer: EagerProgram, dynamic: bool
+    ) -> None:
         super().__init__(step, tensors)
         self._primer = primer
-        self._is_loaded = False
+        self._dynamic = dynamic
+        self._loaded: set[int] = set()
 
     def warm(self, bucket: Bucket, inputs: StepInputs) -> None:
-        if not self._is_loaded:
+        compiled = _compiled_for(bucket, self._dynamic)
+        if compiled not in self._loaded:
             # Loads every kernel that all buckets share: nothing may be loaded within a recording.
             self.run(bucket, inputs)
             torch.cuda.synchronize()
-            self._is_loaded = True
+            self._loaded.add(compiled)
         else:  # those that only this bucket has
             self._primer.run(bucket, inputs)
         # Inductor would run each size once more before it records it.
@@ -141,21 +151,31 @@ class ManualProgram(EagerProgram):
 
     Args:
         primer: runs a few layers of the same step uncompiled.
+        dynamic: one compile serves all buckets of more than one token.
         pool: of CUDA graphs.
     """
 
     def __init__(
-        self, step: StepFunction, tensors: StepTensors, primer: EagerProgram, pool: Any
+        self,
+        step: StepFunction,
+        tensors: StepTensors,
+        primer: EagerProgram,
+        dynamic: bool,
+        pool: Any,
     ) -> None:
         super().__init__(step, tensors)
         self._primer = primer
+        self._dynamic = dynamic
         self._pool = pool
+        self._loaded: set[int] = set()
         self._graphs: dict[Bucket, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
 
     def warm(self, bucket: Bucket, inputs: StepInputs) -> None:
         # Compile, load kernels and let every library take its workspaces outside the recording.
-        if not self._graphs:
+        compiled = _compiled_for(bucket, self._dynamic)
+        if compiled not in self._loaded:
             super().run(bucket, inputs)
+            self._loaded.add(compiled)
         else:
             self._primer.run(bucket, inputs)
         torch.cuda.synchronize()

@@ -177,9 +177,10 @@ class _ProgramBuilder:
         if not self._records:
             return CompiledProgram(step, self._tensors)
         primer = self._primer(kind, variant)
+        dynamic = config.compile.dynamic
         if self._trees and not self._by_layer:
-            return TreesProgram(step, self._tensors, primer)
-        return ManualProgram(step, self._tensors, primer, self._pool)
+            return TreesProgram(step, self._tensors, primer, dynamic)
+        return ManualProgram(step, self._tensors, primer, dynamic, self._pool)
 
     def _primer(self, kind: Kind, variant: Variant) -> EagerProgram:
         model, tensors = few_layers(self._model, self._tensors)

@@ -109,6 +109,22 @@ class ModelConfig:
             eos_ids=_ids(hf.get("eos_token_id")),
         )
 
+    @property
+    def context_unit(self) -> int:
+        """Context length, in tokens, at which attention multiplies as many numbers for a token as
+        the layers' matrices do: a token costs twice there what it costs at none.
+        """
+        heads = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
+        num_moe = sum(self.moe_layers)
+        widths = self.num_layers * heads + 3 * (
+            num_moe * self.num_experts_per_token * self.expert_ffn_size
+            + (self.num_layers - num_moe) * self.ffn_size
+        )
+        # A sliding window bounds what its layers pay.
+        unbounded = self.layer_windows.count(0) if self.layer_windows else self.num_layers
+        attention = 2 * self.num_heads * self.head_dim * max(1, unbounded)
+        return max(1, self.hidden_size * widths // attention)
+
 
 class _Dialect(NamedTuple):
     """How one architecture reads config.json: Hugging Face's class defaults and what its code adds.
@@ -193,23 +209,6 @@ _ACTIVATIONS = ("silu", "swish")
 def known_architectures() -> tuple[str, ...]:
     """Hugging Face class names that `ModelConfig.from_hf` reads."""
     return tuple(_DIALECTS)
-
-    @property
-    def context_unit(self) -> int:
-        """Context length, in tokens, at which attention multiplies as many numbers for a token as
-        the layers' matrices do; a token costs twice there what it costs at none.
-        """
-        width = self.num_heads * self.head_dim
-        heads = self.num_heads + self.num_kv_heads
-        attention = self.hidden_size * self.head_dim * 2 * heads
-        dense = 3 * self.hidden_size * self.ffn_size
-        experts = 3 * self.hidden_size * self.num_experts_per_token * self.expert_ffn_size
-        num_moe = sum(self.moe_layers)
-        matrices = self.num_layers * attention
-        matrices += num_moe * experts + (self.num_layers - num_moe) * dense
-        # A sliding window bounds what its layers pay.
-        num_unbounded = self.layer_windows.count(0) if self.layer_windows else self.num_layers
-        return max(1, matrices // (2 * width * max(1, num_unbounded)))
 
 
 def _architecture(hf: HF) -> str:

@@ -149,6 +149,12 @@ def test_what_machine_or_model_cannot_honour(sections: dict[str, Any], message: 
     assert message in str(caught.value)
 
 
+def test_the_context_unit_is_the_models_own() -> None:
+    assert resolved(config_with(), context_unit=3840).scheduler.context_unit == 3840
+    given = config_with(scheduler={"context_unit": 7})
+    assert resolved(given, context_unit=3840).scheduler.context_unit == 7
+
+
 def test_the_table_lists_what_was_auto() -> None:
     config = config_with(device="cpu", scheduler={"max_running": 256, "max_step_tokens": 300})
     table = settings_of(config, resolved(config))

@@ -50,7 +50,7 @@ def capture_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = torch.cuda.graph_pool_handle()
 
     def recorded(step: StepFunction, tensors: StepTensors) -> ManualProgram:
-        return ManualProgram(step, tensors, EagerProgram(step, tensors), pool)
+        return ManualProgram(step, tensors, EagerProgram(step, tensors), True, pool)
 
     monkeypatch.setattr(step_compiler, "EagerProgram", recorded)
 

@@ -7,7 +7,7 @@ and overlap the work in ways of their own. Run with -s to see how close it was.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ from tests.gpu.engines import (
     watch_buckets,
     with_scheduler,
 )
-from tests.gpu.judge import Verdict, judge
+from tests.gpu.judge import Reference, Verdict, judge
 
 pytestmark = [
     pytest.mark.gpu,
@@ -35,7 +35,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # of torch's compiler and of transformers
 ]
 
-LEAST_SAME = 0.9  # of the tokens of a random model, whose logits lie close together
+LEAST_SAME = 0.95  # of the tokens of a random model, whose logits lie close together
 
 
 class Case(NamedTuple):
@@ -106,7 +106,7 @@ def requests_for(prompts: list[list[int]], way: Way, first_id: int) -> list[Engi
     ]
 
 
-def check_way(engine: Engine, model: Any, way: Way, verdict: Verdict) -> int:
+def check_way(engine: Engine, reference: Reference, way: Way, verdict: Verdict) -> int:
     """Serve the prompts twice this way and judge the answers; prompt tokens found in the cache."""
     prompts = [*prompts_for(1), prompts_for(2)[4][:64], prompts_for(3)[4][:63]]
     scores: dict[int, list[float]] = {}
@@ -135,7 +135,7 @@ def check_way(engine: Engine, model: Any, way: Way, verdict: Verdict) -> int:
                 assert len(prompt_scores.get(number, ())) == len(request.prompt_ids) - 1
             judge(
                 verdict,
-                model,
+                reference,
                 request.prompt_ids,
                 answer,
                 scores.get(number, ()),
@@ -150,9 +150,14 @@ def test_greedy_equals_float32(case: Case, tmp_path: Path, monkeypatch: pytest.M
     if case.runner == "plain":
         capture_uncompiled(monkeypatch)
     config = hf_config(
-        case.family, heads=case.heads, kv_heads=case.kv_heads, head_dim=case.head_dim
+        case.family,
+        heads=case.heads,
+        kv_heads=case.kv_heads,
+        head_dim=case.head_dim,
+        # Larger weights make attention so sharp that bf16 itself takes other ways.
+        initializer_range=0.1,
     )
-    model = save_model(tmp_path, config, dtype=torch.bfloat16).float().cuda()
+    reference = Reference(save_model(tmp_path, config, dtype=torch.bfloat16))
     sections = gpu_sections([1, 2, 4, 8], [64, 128], case.runner)
     sections["attention"] = {"decode": case.decode, "extend": case.extend}
     verdicts = {way.name: Verdict() for way in WAYS}
@@ -165,7 +170,7 @@ def test_greedy_equals_float32(case: Case, tmp_path: Path, monkeypatch: pytest.M
                 "step_budget": way.chunk,
                 "prefix_cache": way.prefix_cache,
             }
-            cached = check_way(with_scheduler(engine, limits), model, way, verdicts[way.name])
+            cached = check_way(with_scheduler(engine, limits), reference, way, verdicts[way.name])
             assert (cached > 0) == way.prefix_cache
         counters = engine.worker.counters
     print(f"\n{case}: {verdicts}")

@@ -41,6 +41,16 @@ def test_a_short_config_takes_the_class_defaults() -> None:
     assert hash(model) == hash(config())
 
 
+def test_context_unit() -> None:
+    """Where attention has as many multiplications for a token as the matrices of its layers."""
+    model = config()
+    matrices = 4 * (4 * 64 * 64 + 3 * 64 * 96)
+    assert model.context_unit == matrices // (4 * 2 * 64)
+    bounded = config(**MISTRAL, sliding_window=100)
+    assert bounded.layer_windows == (100,) * 4
+    assert bounded.context_unit > 3 * model.context_unit
+
+
 def test_qwen3_has_heads_of_128_unless_it_says_otherwise() -> None:
     assert config(architectures=["Qwen3ForCausalLM"], num_key_value_heads=2).head_dim == 128
 
