@@ -6,7 +6,6 @@ Knows the verbs and their arguments; what a verb does is in engine/commands/.
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 import signal
 import sys
@@ -14,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from engine.errors import FullgraphError
+from engine.quick_import import import_quickly
 from engine.world import launched_rank
 
 # Verb -> module with `run(args) -> exit status`. Imported by name once the verb is known: FastAPI
@@ -114,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if launched_rank():  # torchrun's, and not rank 0: whatever the verb, this process follows
         os.execv(sys.executable, [sys.executable, "-m", "engine.rank_process"])
     try:
-        status: int = importlib.import_module(_COMMANDS[args.verb]).run(args)
+        status: int = import_quickly(_COMMANDS[args.verb]).run(args)
     except FullgraphError as error:
         print(f"fullgraph: {error}", file=sys.stderr)
         return USER_MISTAKE

@@ -15,7 +15,6 @@ import logging
 import os
 import queue
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,6 +23,7 @@ from compile_cache import Session
 from engine.compile_jobs import CompileJob, compile_jobs
 from engine.config import EngineConfig
 from engine.machine import physical_cores
+from engine.quick_import import command
 from engine.resolve import ResolvedConfig
 from engine.scheduler.batch import Variant
 
@@ -141,8 +141,9 @@ class Compiler:
 
 
 def _spawn(arguments: Sequence[str], config: EngineConfig) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", _MODULE, *arguments]
-    process: Any = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    process: Any = subprocess.Popen(
+        command(_MODULE, *arguments), stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
     with contextlib.suppress(BrokenPipeError):
         process.stdin.write(config.model_dump_json().encode())
         process.stdin.close()

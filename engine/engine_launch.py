@@ -6,7 +6,6 @@ is said to it.
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ import yaml
 
 from engine.config import EngineConfig
 from engine.engine_transport import ProcessTransport
+from engine.quick_import import command
 
 
 @contextmanager
@@ -32,7 +32,7 @@ def launched(
         EngineDead: it cannot be started.
     """
     with _config_file(config) as file:
-        transport = ProcessTransport([sys.executable, "-m", module, "--config", str(file)])
+        transport = ProcessTransport(command(module, "--config", str(file)))
         transport.start()
         try:
             yield transport

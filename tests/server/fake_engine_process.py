@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -26,13 +27,13 @@ from tests.server.fake_engine import FakeEngine, Limits
 ENVIRONMENT = "FAKE_ENGINE"
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run until Shutdown."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--address", required=True)
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--config")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     die_with_parent(args.parent)
     options: dict[str, Any] = json.loads(os.environ.get(ENVIRONMENT, "{}"))
     start_s, fatal = options.pop("start_s", 0.0), options.pop("fatal", "")
