@@ -41,7 +41,7 @@ from engine.request import (
 )
 from engine.startup import start_engine
 
-# How often an idle engine looks whether its ranks are alive.
+# How often an idle engine looks whether its ranks are alive and whether there is more to record.
 _IDLE_MS = 500
 
 
@@ -64,10 +64,10 @@ class EngineLoop:
 
     def run(self) -> None:
         """Serve until Shutdown."""
-        may_idle = True
-        while self._receive(wait=not may_idle):
+        is_busy = False
+        while self._receive(0 if is_busy or self._core.has_work else _IDLE_MS):
             if not self._core.has_work:
-                may_idle = may_idle and self._core.use_idle_time()
+                is_busy = self._core.use_idle_time()
                 continue
             output, failures = self._core.step()
             if output is not None and not is_empty(output):
@@ -79,12 +79,11 @@ class EngineLoop:
         """Queue one message to the API process; never blocks."""
         self._socket.send(self._encoder.encode(message), flags=zmq.NOBLOCK)
 
-    def _receive(self, wait: bool) -> bool:
-        """Handle every message that is there; with `wait`, wait for one if there is nothing to do.
+    def _receive(self, timeout_ms: int) -> bool:
+        """Handle every message that is there; wait so long for the first.
 
         False: shut down.
         """
-        timeout_ms = 0 if self._core.has_work or not wait else _IDLE_MS
         while self._socket.poll(timeout_ms):
             if not self._handle(self._decoder.decode(self._socket.recv())):
                 return False

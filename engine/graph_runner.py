@@ -191,7 +191,7 @@ class GraphRunner:
     def warm_in_background(
         self,
         variants: Sequence[Variant],
-        prepare: Callable[[], object],
+        prepare: Callable[[], bool],
         done: Callable[[], object],
     ) -> None:
         """Warm further variants while steps of the others run; `is_ready` says when they may come.
@@ -201,14 +201,15 @@ class GraphRunner:
 
         Args:
             variants: those that `warm` left out.
-            prepare: called in the background thread first; may take long.
+            prepare: called in the background thread first; may take long. False: the engine ends.
             done: called in the background thread at the end.
         """
         assert self._device.type == "cpu"
 
         def warm() -> None:
             host = torch.zeros_like(self._host[0])
-            prepare()
+            if not prepare():
+                return
             for variant in variants:
                 for bucket in (b for k in self._buckets for b in _warm_order(self._buckets[k])):
                     if self._closed:

@@ -19,8 +19,7 @@ import torch
 
 from compile_cache import Session, preload
 from engine.artefacts import Prepared, open_cache, prepare
-from engine.compile_jobs import VARIANTS
-from engine.compiler import Compiler
+from engine.compiler import LOW_PRIORITY, Compiler
 from engine.config import EngineConfig
 from engine.engine_core import EngineCore
 from engine.errors import ModelError
@@ -89,7 +88,8 @@ def start_worker(config: EngineConfig, ranks: Ranks, progress: ProgressCallback)
         # On a CPU what the first requests need is compiled here: a process of its own would need
         # the same cores, and longer.
         if prepared.config.device == "cuda" and ranks.alone:
-            compiler.start(VARIANTS)
+            compiler.start(["plain"])
+            compiler.start(["full"], nice=LOW_PRIORITY)
         ranks.join(device, config.parallel.all_reduce)
         worker = Worker(
             prepared.config,
@@ -99,7 +99,7 @@ def start_worker(config: EngineConfig, ranks: Ranks, progress: ProgressCallback)
             ranks,
             cache,
             progress,
-            lambda: compiler.wait(progress),
+            lambda: compiler.wait(["plain"], progress),
         )
     except ModelsError as error:
         compiler.close()

@@ -22,7 +22,7 @@ import torch
 from compile_cache import Session
 from engine.compile_jobs import VARIANTS
 from engine.compiled import CompileLog
-from engine.compiler import Compiler
+from engine.compiler import LOW_PRIORITY, Compiler
 from engine.graph_programs import StepTensors
 from engine.graph_runner import GraphRunner, Pending
 from engine.memory import explained, free_bytes, kv_page_bytes, num_kv_pages
@@ -37,9 +37,6 @@ from models.sampling import init_sampling_state
 from models.weights import Checkpoint, load_params
 
 ProgressCallback = Callable[[str, int, int, str], None]
-
-# Of what compiles beside steps that serve: their cores are theirs.
-_NICE = 19
 
 
 @dataclass(frozen=True)
@@ -90,7 +87,7 @@ class Worker:
     ) -> None:
         self._config = config
         self._progress = progress
-        self._when_warm: Callable[[], object] | None = None
+        self._compiler: Compiler | None = None
         self._phases: dict[str, float] = {}
         self.device = device
         self._ranks = ranks
@@ -153,8 +150,11 @@ class Worker:
         if self.device.type == "cpu" and self._ranks.alone:
             self._timed("graphs", lambda: runner.warm(self._warm_progress, ["plain"]))
             compiler.keep(["plain"])
-            compiler.start(["full"], nice=_NICE)
-            runner.warm_in_background(["full"], compiler.wait, lambda: compiler.keep(["full"]))
+            self._compiler = compiler
+            compiler.start(["full"], nice=LOW_PRIORITY)
+            runner.warm_in_background(
+                ["full"], lambda: compiler.wait(["full"]), lambda: compiler.keep(["full"])
+            )
             return
         gc.collect()
         gc.freeze()  # each recording may collect, and would walk all that is alive
@@ -162,20 +162,24 @@ class Worker:
         first: list[Variant] = ["plain"] if self._ranks.alone else list(VARIANTS)
         self._timed("graphs", lambda: runner.warm(self._warm_progress, first))
         compiler.keep(first)
-        self._when_warm = lambda: compiler.keep(VARIANTS)
+        self._compiler = compiler
         if not self._ranks.alone:
             self.warm_next()
 
     def warm_next(self) -> bool:
-        """Record one graph that the start left out (a GPU); call it between steps. Whether there
-        was one.
+        """Record one graph that the start left out (a GPU); call it between steps.
+
+        Returns:
+            Whether something was done: not when nothing is left, or while it is being compiled.
         """
-        if self._when_warm is None:
+        compiler = self._compiler
+        if compiler is None or self.device.type == "cpu" or not compiler.is_done(["full"]):
             return False
+        compiler.wait(["full"])
         if not self._runner.warm_next():
             self._runner.forbid_recompiles()
-            self._when_warm()
-            self._when_warm = None
+            compiler.keep(VARIANTS)
+            self._compiler = None
         return True
 
     def is_ready(self, variant: Variant) -> bool:
@@ -199,7 +203,9 @@ class Worker:
         return self._ranks.watched(self._runner.launch(batch))
 
     def close(self) -> None:
-        """Free the graphs and threads."""
+        """Free the graphs, threads and processes."""
+        if self._compiler is not None:
+            self._compiler.close()
         self._runner.close()
 
     def _warm_progress(self, name: str, done: int, total: int) -> None:

@@ -120,7 +120,7 @@ def test_processes_that_fail_leave_it_to_the_engine(
         processes = compiler.Compiler(config, prepared.config, session)
         processes.start(VARIANTS)
         told: list[tuple[str, int, int, str]] = []
-        processes.wait(lambda *call: told.append(call))
+        processes.wait(VARIANTS, lambda *call: told.append(call))
         assert not session.jobs
     assert told[-1][:3] == ("compile", 0, 6)
     warnings = [r.getMessage() for r in caplog.records]

@@ -74,7 +74,7 @@ def _compile(config: EngineConfig) -> None:
         before = cache.jobs
         compiler = Compiler(config, prepared.config, cache)
         compiler.start(VARIANTS, least_workers=1)
-        compiler.wait(display.update)
+        compiler.wait(VARIANTS, display.update)
         after = cache.jobs
     names = _names(prepared)
     print(jobs_table(names, before, after))
