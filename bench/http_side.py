@@ -9,9 +9,7 @@ whose inverse is the most that it can do. The tokenizer is made up: byte-level, 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -27,7 +25,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from bench.hollow_engine import VARIABLE
-from bench.online import Target, drive
+from bench.online import Target, drive_all
 from bench.report import RESULTS, save, table
 from bench.server_process import free_port
 from bench.workloads import Job, uniform
@@ -37,13 +35,16 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 _SERVER = """
 import sys
 from engine.config import EngineConfig
+from engine.engine_launch import launched
 from engine.server.app import create_app
 from engine.server.lifecycle import run_server
 from engine.tokenizer import load_tokenizer
 config = EngineConfig.model_validate_json(sys.argv[1])
 load = lambda: load_tokenizer(config.model)
 make = lambda client, ready: create_app(config, client, load, ready)
-sys.exit(run_server(config, make, "bench.hollow_engine"))
+with launched(config, "bench.hollow_engine") as transport:
+    status = run_server(config, make, transport)
+sys.exit(status)
 """
 
 
@@ -106,24 +107,13 @@ def cpu_seconds(pid: int) -> float:
 
 
 def load(url: str, jobs: Sequence[Job], clients: int) -> tuple[int, float]:
-    """Tokens received and seconds from the first request to the last token, over all clients."""
-    target = Target(url, MODEL, {}, 600.0)
-    with multiprocessing.get_context("spawn").Pool(clients) as pool:
-        pool.map(time.sleep, [0.2] * clients, 1)  # all of them are up
-        parts = pool.starmap(_drive, [(target, jobs[i::clients]) for i in range(clients)], 1)
-    sent, last = min(p[1] for p in parts), max(p[2] for p in parts)
-    return sum(p[0] for p in parts), last - sent
-
-
-def _drive(target: Target, jobs: Sequence[Job]) -> tuple[int, float, float]:
-    answers = asyncio.run(drive(target, jobs, len(jobs)))
+    """Tokens received and seconds from the first request to the last token."""
+    answers = drive_all(Target(url, MODEL, {}, 600.0), jobs, len(jobs), clients)
     errors = {answer.error for answer in answers if answer.error}
     assert not errors, errors
-    return (
-        sum(answer.num_output for answer in answers),
-        min(answer.sent for answer in answers),
-        max(answer.arrivals[-1] for answer in answers),
-    )
+    sent = min(answer.sent for answer in answers)
+    last = max(answer.arrivals[-1] for answer in answers)
+    return sum(answer.num_output for answer in answers), last - sent
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -133,7 +123,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         before = cpu_seconds(pid)
         jobs = uniform(args.streams, args.input, args.tokens, num_ids=args.vocab)
         tokens, seconds = load(url, jobs, args.clients)
-        cpu = cpu_seconds(pid) - before
+        cpu = max(cpu_seconds(pid) - before, 1 / _TICKS)
     return {
         "streams": args.streams,
         "tokens": tokens,

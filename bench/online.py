@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import multiprocessing
 import random
 import sys
 import time
@@ -24,7 +25,7 @@ from typing import Any
 from bench.report import RESULTS, save, summary, table
 from bench.server_process import running_server
 from bench.sse_client import Answer, complete
-from bench.workloads import NUM_IDS, Job, poisson, read_trace, spread
+from bench.workloads import NUM_IDS, Job, mini_sglang, poisson, read_trace, spread
 
 
 @dataclass(frozen=True)
@@ -37,23 +38,32 @@ class Limits:
 
 @dataclass(frozen=True)
 class Target:
-    """A server: base URL, model name, headers, how long one request may take."""
+    """A server: base URL, model name, headers, how long one request may take; and at what
+    temperature it is to sample.
+    """
 
     url: str
     model: str
     headers: dict[str, str]
     limit_s: float
+    temperature: float = 0.0
 
 
-async def drive(target: Target, jobs: Sequence[Job], concurrency: int) -> list[Answer]:
-    """Send each job when it is due, at most `concurrency` at a time; answers in order."""
+async def drive(
+    target: Target, jobs: Sequence[Job], concurrency: int, begin: float | None = None
+) -> list[Answer]:
+    """Send each job when it is due, at most `concurrency` at a time; answers in order.
+
+    Args:
+        begin: time.perf_counter() at which the jobs' clock starts; default: now.
+    """
     slots = asyncio.Semaphore(concurrency)
-    begin = time.perf_counter()
+    begin = time.perf_counter() if begin is None else begin
 
     async def one(job: Job) -> Answer:
         await asyncio.sleep(max(0.0, begin + job.arrival_s - time.perf_counter()))
         async with slots:
-            body = _body(target.model, job)
+            body = _body(target, job)
             return await complete(
                 f"{target.url}/v1/completions", body, target.headers, target.limit_s
             )
@@ -61,12 +71,33 @@ async def drive(target: Target, jobs: Sequence[Job], concurrency: int) -> list[A
     return list(await asyncio.gather(*(one(job) for job in jobs)))
 
 
-def _body(model: str, job: Job) -> dict[str, Any]:
+def drive_all(target: Target, jobs: Sequence[Job], concurrency: int, clients: int) -> list[Answer]:
+    """The same with several processes: one of Python's cannot read what a fast server sends."""
+    if clients == 1:
+        return asyncio.run(drive(target, jobs, concurrency))
+    share = max(1, concurrency // clients)
+    with multiprocessing.get_context("spawn").Pool(clients) as pool:
+        pool.map(time.sleep, [0.2] * clients, 1)  # all of them are up
+        begin = time.perf_counter()  # the same clock in all processes of a machine
+        parts = pool.starmap(
+            _drive, [(target, jobs[i::clients], share, begin) for i in range(clients)], 1
+        )
+    answers = [Answer()] * len(jobs)
+    for i, part in enumerate(parts):
+        answers[i::clients] = part
+    return answers
+
+
+def _drive(target: Target, jobs: Sequence[Job], concurrency: int, begin: float) -> list[Answer]:
+    return asyncio.run(drive(target, jobs, concurrency, begin))
+
+
+def _body(target: Target, job: Job) -> dict[str, Any]:
     return {
-        "model": model,
+        "model": target.model,
         "prompt": job.prompt_ids,
         "max_tokens": job.num_output,
-        "temperature": 0,
+        "temperature": target.temperature,
         "ignore_eos": True,
         "stream": True,
         "stream_options": {"include_usage": True},
@@ -167,7 +198,10 @@ def make_jobs(args: argparse.Namespace) -> list[Job]:
             num_ids=args.num_ids,
             longest=args.longest,
         )
-    jobs = spread(args.requests, args.input, args.output, args.seed, args.num_ids)
+    if args.mini_sglang:
+        jobs = mini_sglang(args.seed, args.requests)
+    else:
+        jobs = spread(args.requests, args.input, args.output, args.seed, args.num_ids)
     return poisson(jobs, args.rate, args.seed) if args.rate else jobs
 
 
@@ -182,13 +216,14 @@ def first_model(url: str, headers: dict[str, str]) -> str:
 def run(url: str, args: argparse.Namespace) -> None:
     """Warm up, measure, print and save."""
     headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
-    target = Target(url, args.model or first_model(url, headers), headers, args.timeout)
+    model = args.model or first_model(url, headers)
+    target = Target(url, model, headers, args.timeout, args.temperature)
     jobs = make_jobs(args)
     # Other prompts than the measured ones, lest the prefix cache answer for the engine.
     warm = spread(args.warmup, args.input, (8, 8), seed=random.Random("warm").getrandbits(32))
     warm = [Job([i % args.num_ids for i in job.prompt_ids], job.num_output) for job in warm]
-    asyncio.run(drive(target, warm, args.concurrency))
-    answers = asyncio.run(drive(target, jobs, args.concurrency))
+    drive_all(target, warm, args.concurrency, 1)
+    answers = drive_all(target, jobs, args.concurrency, args.clients)
     result = measures(jobs, answers, Limits(args.ttft, args.tpot))
     print(show(result))
     settings = {key: str(value) for key, value in vars(args).items() if key != "api_key"}
@@ -216,9 +251,12 @@ def build_parser() -> argparse.ArgumentParser:
     add("--requests", type=int, default=256, help="how many (of a trace: its first lines)")
     add("--input", type=_bounds, default=(100, 1024), help="prompt tokens: N or LOW-HIGH")
     add("--output", type=_bounds, default=(100, 1024), help="generated tokens: N or LOW-HIGH")
+    add("--mini-sglang", action="store_true", help="its offline benchmark's sizes instead")
+    add("--temperature", type=float, default=0.0)
     add("--num-ids", type=int, default=NUM_IDS, help="draw ids below this")
     add("--rate", type=float, help="requests a second (Poisson); default: all at once")
     add("--concurrency", type=int, default=1024, help="most requests open at a time")
+    add("--clients", type=int, default=1, help="client processes")
     add("--seed", type=int, default=0)
     add("--warmup", type=int, default=8, help="requests before the measured ones")
     add("--trace", type=Path, help="JSON lines: timestamp, input_length, output_length, hash_ids")

@@ -194,6 +194,14 @@ def test_the_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "first token" in capsys.readouterr().out
 
 
+def test_several_clients_share_the_jobs() -> None:
+    with serving(well) as url:
+        target = Target(url, "fake", {}, 60)
+        jobs = [Job([i], 2 * i + 1) for i in range(5)]
+        answers = online.drive_all(target, jobs, 4, 2)
+    assert [a.num_output for a in answers] == [job.num_output for job in jobs]
+
+
 def test_a_server_is_needed() -> None:
     for words in ([], ["c.yaml", "--url", "http://x"]):
         with pytest.raises(SystemExit):
