@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         world = launched_world()
     store = _store(world, args.store)
     try:
-        _follow(world, store)
+        follow(world, store)
     except Exception as error:
         expected = isinstance(error, FullgraphError)
         if not expected:
@@ -80,7 +80,9 @@ def _store(world: World, port: int | None) -> Store:
     return PrefixStore("fullgraph", store)
 
 
-def _follow(world: World, store: Store) -> None:
+def follow(world: World, store: Store | None = None) -> None:
+    """Join rank 0 and run what it sends, until it says that no batch will follow."""
+    store = store or _store(world, None)
     ranks = RankGroup(world, store, _FIND_STORE_S)
     link = FollowerLink(ranks.get(f"link/{world.rank}"), _rank_zero_is_gone)
     if world.launched:  # torchrun ends all ranks at once, but rank 0 drains before it stops

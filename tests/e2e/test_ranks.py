@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import signal
@@ -14,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 import torch.distributed as dist
+from torch.multiprocessing.spawn import spawn
 
 from bench.server_process import free_port
 from engine.config import EngineConfig, ModelOptions, ParallelOptions
@@ -23,6 +25,7 @@ from engine.startup import start_engine
 from engine.world import World, rank_zero
 from tests.e2e.harness import greedy_requests, run, running_engine
 from tests.e2e.live_server import LOG, live_process, model_folder
+from tests.e2e.rank_of_many import ANSWER, run_rank
 from tests.e2e.tiny_models import FAMILIES, VOCAB, greedy, hf_config, save_model
 from tests.models.test_moe import CONFIGS
 from tests.server.processes import children_of, gone
@@ -44,21 +47,26 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.mark.parametrize("tp", [2, 4])
-@pytest.mark.parametrize("name", MODELS)
-def test_ranks_give_the_tokens_of_one(name: str, tp: int, tmp_path: Path) -> None:
-    """Those of Hugging Face's model, which one rank gives too (test_parity.py)."""
-    expected = greedy(save_model(tmp_path, MODELS[name]), prompts(), MAX_TOKENS)
-    sections: dict[str, dict[str, Any]] = {
-        "parallel": {"tp": tp},
-        "compile": {"backend": "eager", "threads": 1},
-        "scheduler": {"max_running": 4, "step_budget": 48, "overlap": tp == 2},
-    }
+def test_ranks_give_the_tokens_of_one(tp: int, tmp_path: Path) -> None:
+    """Those of Hugging Face's model, which one rank gives too (test_parity.py); every family."""
+    expected = {}
+    for name, config in MODELS.items():
+        expected[name] = greedy(save_model(tmp_path / name, config), prompts(), MAX_TOKENS)
+    folders = [str(tmp_path / name) for name in MODELS]
+    ports = [free_port() for _ in MODELS]
+    spawn(run_rank, (tp, ports, folders, prompts(), MAX_TOKENS), nprocs=tp)
+    got = {name: json.loads((tmp_path / name / ANSWER).read_text()) for name in MODELS}
+    assert got == expected
+
+
+def test_ranks_are_started_and_ended_with_the_engine(tmp_path: Path) -> None:
+    expected = greedy(save_model(tmp_path, MODELS["qwen2"]), prompts(), MAX_TOKENS)
     others = children_of(os.getpid())
-    with running_engine(tmp_path, **sections) as engine:
+    with running_engine(tmp_path, parallel={"tp": 2}) as engine:
         followers = set(children_of(os.getpid())) - set(others)
         outputs = run(engine, greedy_requests(prompts(), MAX_TOKENS), waves=2)
     assert [outputs[i] for i in range(len(expected))] == expected
-    assert len(followers) == tp - 1 and not dist.is_initialized()
+    assert len(followers) == 1 and not dist.is_initialized()
     assert all(gone(pid, 0) for pid in followers)
 
 
