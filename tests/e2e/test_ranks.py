@@ -115,6 +115,23 @@ def test_a_rank_killed_mid_stream(tmp_path: Path) -> None:
         assert all(gone(pid) for pid in (engine, *followers))
 
 
+def test_a_rank_killed_under_an_engine_in_this_process(tmp_path: Path) -> None:
+    """Steps end with an error that names it; the engine can be closed and another started."""
+    save_model(tmp_path, MODELS["qwen2"])
+    others = children_of(os.getpid())
+    with running_engine(tmp_path, parallel={"tp": 2}) as engine:
+        (follower,) = set(children_of(os.getpid())) - set(others)
+        engine.core.add(greedy_requests(prompts(), 150))
+        engine.core.step()
+        os.kill(follower, signal.SIGKILL)
+        with pytest.raises(EngineDead, match="rank 1 was killed by SIGKILL"):
+            for _ in range(500):
+                engine.core.step()
+    assert not dist.is_initialized()
+    with running_engine(tmp_path, parallel={"tp": 2}) as engine:
+        run(engine, greedy_requests(prompts(), 3))
+
+
 def test_an_idle_server_notices_and_a_killed_engine_leaves_no_rank(tmp_path: Path) -> None:
     for victim in ("follower", "engine"):
         folder = tmp_path / victim
