@@ -89,10 +89,10 @@ def judge(
     if not scores:
         return
     ours = torch.tensor([*prompt_scores, *scores], device=logits.device)
-    assert len(ours) == len(ids) - 1
-    expected = own - logits.logsumexp(-1)
-    rounded = reference.logits(ids, rounded=True)[:-1].log_softmax(-1).gather(1, drawn)[:, 0]
-    off, rounded_off = (ours - expected) / spread, (rounded - expected) / spread
+    scored = slice(len(ids) - 1 - len(ours), None)
+    expected = (own - logits.logsumexp(-1))[scored]
+    rounded = reference.logits(ids, rounded=True)[:-1].log_softmax(-1).gather(1, drawn)[scored, 0]
+    off, rounded_off = (ours - expected) / spread[scored], (rounded - expected) / spread[scored]
     verdict.worst_score = max(verdict.worst_score, float(off.abs().max()))
     verdict.squares += float(off.square().sum())
     verdict.rounded_squares += float(rounded_off.square().sum())

@@ -151,10 +151,11 @@ def steps(kind: Kind) -> Iterator[tuple[Bucket, tuple[Row, ...]]]:
 
 
 HEADS = [(16, 8, 128), (8, 8, 128), (14, 2, 64), (32, 4, 64), (16, 2, 128)]
+WIDE = [(16, 1, 128), (8, 4, 256), (16, 1, 256)]
 
 
 @pytest.mark.parametrize("window", [0, 40])
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), HEADS)
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), HEADS + WIDE)
 def test_triton_decode(
     heads: int, kv_heads: int, head_dim: int, window: int, buffer: Tensor
 ) -> None:
@@ -175,7 +176,7 @@ def test_xqa_decode(buffer: Tensor) -> None:
 
 @pytest.mark.parametrize("extend", ["fa2", "fa3"])
 @pytest.mark.parametrize("decode", ["fa2", "triton"])
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), HEADS[:4])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [*HEADS[:4], WIDE[1]])
 def test_extend(
     decode: str, extend: str, heads: int, kv_heads: int, head_dim: int, buffer: Tensor
 ) -> None:
@@ -255,7 +256,7 @@ def test_replay_follows_lengths(kernel: str, buffer: Tensor) -> None:
 
 @pytest.mark.parametrize("window", [0, 40])
 @pytest.mark.parametrize("normed", [True, False])
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), HEADS)
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), HEADS + WIDE)
 def test_decode_attention(
     heads: int, kv_heads: int, head_dim: int, normed: bool, window: int, buffer: Tensor
 ) -> None:
