@@ -29,6 +29,7 @@ def scheduler_limits(config: ResolvedConfig, num_pages: int, vocab_size: int) ->
         max_page_updates=max_page_updates(config),
         overlap=s.overlap,
         vocab_size=vocab_size,
+        token_buckets=config.compile.extend_buckets,
     )
 
 

@@ -42,6 +42,7 @@ class SchedulerLimits:
             more is a good value.
         overlap: schedule() of a step is called before process() of the step before (else never).
         vocab_size: size of the vocabulary.
+        token_buckets: ascending, tokens that extend steps are padded to; () where none matters.
     """
 
     num_pages: int
@@ -60,6 +61,7 @@ class SchedulerLimits:
     max_page_updates: int
     overlap: bool
     vocab_size: int
+    token_buckets: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("page_size", "max_model_len", "max_running", "vocab_size"):

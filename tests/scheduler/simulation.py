@@ -53,6 +53,7 @@ def make_limits(
     max_logit_rows: int | None = None,
     max_page_updates: int | None = None,
     overlap: bool = True,
+    token_buckets: tuple[int, ...] = (),
 ) -> SchedulerLimits:
     """Limits for tests, small."""
     pages_per_sequence = -(-max_model_len // page_size)
@@ -75,6 +76,7 @@ def make_limits(
         else max_page_updates,
         overlap=overlap,
         vocab_size=VOCAB,
+        token_buckets=token_buckets,
     )
 
 

@@ -131,6 +131,39 @@ def test_the_cost_budget_makes_later_chunks_shorter() -> None:
     assert sum(lens) == 300
 
 
+def test_a_chunk_that_ends_nothing_leaves_no_bucket_half_empty() -> None:
+    limits = make_limits(
+        max_step_tokens=256,
+        max_model_len=512,
+        num_pages=300,
+        step_budget=150,
+        token_buckets=(32, 64, 128, 256),
+    )
+    simulation = Simulation(limits)
+    simulation.add(ask(1, 300, 1))
+    simulation.add(ask(2, 60, 1, first=7))
+    lens = [next_batch(simulation).row_lens.tolist() for _ in range(3)]
+    # 149 tokens were affordable; nor does the second request start where it would be padded. The
+    # last chunk ends its prompt, and what is left of the budget is the second request's.
+    assert lens == [[128], [128], [44, 60]]
+    simulation.run()
+    simulation.check_outputs()
+
+
+def test_a_chunk_that_fills_most_of_a_bucket_is_not_cut() -> None:
+    limits = make_limits(
+        max_step_tokens=256,
+        max_model_len=512,
+        num_pages=300,
+        step_budget=240,
+        token_buckets=(32, 64, 128, 256),
+    )
+    simulation = Simulation(limits)
+    simulation.add(ask(1, 300, 1))
+    [length] = next_batch(simulation).row_lens.tolist()
+    assert 224 < length < 240
+
+
 def test_decode_rows_beyond_the_budget_slow_prompts_down_and_never_stop_them() -> None:
     limits = make_limits(max_running=4, step_budget=2, max_step_tokens=64)
     simulation = Simulation(limits)

@@ -47,6 +47,7 @@ def random_limits(rng: random.Random, *, overlap: bool, crowded: bool) -> Schedu
         max_logit_rows=max_running + rng.choice((0, 0, 3)),
         max_page_updates=max_running + rng.choice((0, 1, columns, 2 * columns)),
         overlap=overlap,
+        token_buckets=rng.choice(((), (8, 24, 64))),
     )
 
 
