@@ -54,7 +54,7 @@ def run_jobs(
     Args:
         jobs: in the order to run them; names are unique.
         recorder: the opened entry.
-        progress: called with (name, seconds) after each job that was run.
+        progress: called with (name, seconds) after each job; 0 seconds: the entry had it.
         clock: seconds.
 
     Returns:
@@ -67,6 +67,7 @@ def run_jobs(
     kept = True
     for job in jobs:
         if job.name in recorder.jobs:
+            progress(job.name, 0.0)
             continue
         start = clock()
         job.run()

@@ -80,6 +80,9 @@ def prepare(config: EngineConfig) -> Prepared:
     except ModelsError as error:
         raise ModelError(str(error)) from error
     cuda = torch.cuda.is_available()
+    if cuda:
+        # Sets variables that the fingerprint holds, and that child processes inherit.
+        settle_triton()
     resolved = resolve(
         config,
         max_position=model.max_position,
@@ -127,8 +130,6 @@ def open_cache(prepared: Prepared) -> Session:
     if not session.manifest.files:
         store.prune(_KEPT_ENTRIES)
     os.environ.update(session.environment())
-    if config.device == "cuda":
-        settle_triton()
     if config.device == "cpu" and config.compile.backend == "inductor":
         session.note(_VECTOR_ISA, settle_vector_isa(session.manifest.notes.get(_VECTOR_ISA)))
     return session

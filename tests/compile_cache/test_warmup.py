@@ -69,8 +69,9 @@ def test_what_is_done_is_left_out(store: Store) -> None:
     assert calls == [("a", 10.0), ("b", 10.0)]
     with store.open(HERE) as session:
         build = Builder(session, clock)
-        assert run_jobs([build.job("a"), build.job("c")], session, nothing, clock)
-        assert build.log == ["build c"]
+        jobs = [build.job("a"), build.job("c")]
+        assert run_jobs(jobs, session, lambda *call: calls.append(call), clock)
+        assert build.log == ["build c"] and calls[2:] == [("a", 0.0), ("c", 10.0)]
         assert session.jobs == {"a": 10.0, "b": 10.0, "c": 10.0}
 
 
