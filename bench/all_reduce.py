@@ -25,7 +25,7 @@ from bench.server_process import free_port
 from models.ops import symmetric
 
 CALLS, REPLAYS = 40, 20
-ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+ROWS = (1, 4, 8, 16, 32, 64, 128, 200, 256)
 Call = Callable[[], Tensor]
 
 

@@ -93,19 +93,19 @@ def parts(tp: int, cache: str) -> tuple[list[Part], list[Part]]:
             ("large", two, "nccl"),
             ("large", two, "symmetric"),
             ("small", one, "nccl"),
-            ("small", two, "nccl"),
+            ("small", two, "symmetric"),
         )
     ]
     for part in side:
         if part.words[0] == "fill":
             part.name = "_".join(part.words[:4])
     alone = [
-        Part("reduce", ["--size", two], 40, "bench.all_reduce"),
-        Part("decode_2", ["decode", two, "nccl", cache], 75),
+        Part("decode_2_symmetric", ["decode", two, "symmetric", cache, "--workload"], 100),
         Part("decode_1", ["decode", one, "nccl", cache], 60),
-        Part("decode_2_symmetric", ["decode", two, "symmetric", cache, "--workload"], 120),
-        Part("serve_2", ["serve", two, "nccl", cache], 75),
+        Part("serve_2", ["serve", two, "symmetric", cache], 75),
         Part("serve_1", ["serve", one, "nccl", cache], 45),
+        Part("decode_2", ["decode", two, "nccl", cache], 60),
+        Part("reduce", ["--size", two], 40, "bench.all_reduce"),
     ]
     return side, alone
 
@@ -158,6 +158,8 @@ def report(all_parts: Sequence[Part], folder: Path, ends: Sequence[str], results
                 if isinstance(rows, list) and rows and isinstance(rows[0], dict):
                     print(table(rows))
         else:
+            if not (folder / f"{part.name}.log").is_file():
+                continue
             log = (folder / f"{part.name}.log").read_text(errors="replace").splitlines()
             lines = [line for line in log if "Writing model" not in line]
             if part.words[0] != "fill" or "rror" in "".join(lines):

@@ -140,7 +140,7 @@ class ParallelOptions(Options):
     """Ranks."""
 
     tp: Positive = 1
-    all_reduce: Literal["nccl", "symmetric"] = "nccl"
+    all_reduce: Literal["auto", "nccl", "symmetric"] = "auto"
     timeout_s: Seconds = 600
 
 

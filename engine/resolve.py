@@ -17,6 +17,7 @@ from engine.config import (
     CompileOptions,
     EngineConfig,
     ModelOptions,
+    ParallelOptions,
     Positive,
     SchedulerOptions,
     validate,
@@ -59,6 +60,12 @@ class ResolvedAttention(AttentionOptions):
     extend: Literal["fa2", "fa3", "reference"]
 
 
+class ResolvedParallel(ParallelOptions):
+    """`symmetric` only where ranks can have it."""
+
+    all_reduce: Literal["nccl", "symmetric"]
+
+
 class ResolvedScheduler(SchedulerOptions):
     """All in requests or tokens."""
 
@@ -76,6 +83,7 @@ class ResolvedConfig(EngineConfig):
     compile: ResolvedCompile
     attention: ResolvedAttention
     scheduler: ResolvedScheduler
+    parallel: ResolvedParallel
 
 
 def decode_buckets(max_running: int) -> tuple[int, ...]:
@@ -103,6 +111,7 @@ def resolve(
     capability: tuple[int, int] | None = None,
     context_unit: int = DEFAULT_CONTEXT_UNIT,
     machine: Machine | None = None,
+    one_host: bool = True,
 ) -> ResolvedConfig:
     """Fill in every "auto".
 
@@ -114,6 +123,7 @@ def resolve(
         capability: its compute capability, (9, 0) for an H200.
         context_unit: the model's own; see models.config.ModelConfig.context_unit.
         machine: where this will run; None: here.
+        one_host: all ranks are here.
 
     Raises:
         ConfigError: a setting that this machine or model cannot honour.
@@ -130,6 +140,7 @@ def resolve(
     tree["scheduler"]["context_unit"] = _or(config.scheduler.context_unit, context_unit)
     tree["compile"] |= _compile(config, device, machine, tree["scheduler"])
     tree["attention"] |= _attention(config, device, capability)
+    tree["parallel"]["all_reduce"] = _all_reduce(config.parallel, device, one_host)
     return validate(ResolvedConfig, tree, "configuration", {})
 
 
@@ -218,6 +229,16 @@ def _backend(backend: str, device: str, machine: Machine) -> str:
     if backend == "auto":
         logger.warning("no C++ compiler (g++, clang++ or $CXX): compile.backend is eager, slower")
     return "eager"
+
+
+def _all_reduce(options: ParallelOptions, device: str, one_host: bool) -> str:
+    if options.all_reduce == "symmetric" and (device == "cpu" or not one_host):
+        raise ConfigError(
+            "parallel.all_reduce: got symmetric, allowed: nccl or auto, unless all ranks are GPUs "
+            "of one host"
+        )
+    can = device == "cuda" and one_host and options.tp > 1
+    return _or(options.all_reduce, "symmetric" if can else "nccl")
 
 
 def _attention(

@@ -90,7 +90,7 @@ def start_worker(config: EngineConfig, ranks: Ranks, progress: ProgressCallback)
         if prepared.config.device == "cuda" and ranks.alone:
             compiler.start(["plain"])
             compiler.start(["full"], nice=LOW_PRIORITY)
-        ranks.join(device, config.parallel.all_reduce)
+        ranks.join(device, prepared.config.parallel.all_reduce)
         worker = Worker(
             prepared.config,
             prepared.model,

@@ -60,6 +60,13 @@ def rank_zero(tp: int, environ: Mapping[str, str] = os.environ) -> World:
     return world
 
 
+def on_one_host(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether all ranks are on this host."""
+    if launched_rank(environ) is None:
+        return True
+    return environ.get("LOCAL_WORLD_SIZE") == environ["WORLD_SIZE"]
+
+
 def launched_world(environ: Mapping[str, str] = os.environ) -> World:
     """The world that torchrun's environment describes."""
     rank, size, local_rank = (int(environ[name]) for name in _TORCHRUN[:3])

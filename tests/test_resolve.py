@@ -163,3 +163,17 @@ def test_the_table_lists_what_was_auto() -> None:
     assert table["compile.skinny_gemm"] == "false"
     assert table["model.max_model_len"] == "2048"
     assert "device" not in table and "scheduler.max_running" not in table
+
+
+def test_all_reduce() -> None:
+    """Ours where ranks are GPUs of one host; threads are shared out among ranks on a CPU."""
+    two = config_with(parallel={"tp": 2})
+    assert resolved(two, cuda=True).parallel.all_reduce == "symmetric"
+    assert resolved(two, cuda=True, one_host=False).parallel.all_reduce == "nccl"
+    assert resolved(config_with(), cuda=True).parallel.all_reduce == "nccl"
+    cpu = resolved(two)
+    assert (cpu.parallel.all_reduce, cpu.compile.threads) == ("nccl", 3)
+    wanted = config_with(parallel={"tp": 2, "all_reduce": "symmetric"})
+    for facts in ({"cuda": False}, {"cuda": True, "one_host": False}):
+        with pytest.raises(ConfigError, match="all_reduce: got symmetric, allowed: nccl or auto"):
+            resolved(wanted, **facts)

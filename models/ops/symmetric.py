@@ -21,8 +21,9 @@ try:
 except ImportError:  # no Triton: a CPU
     all_reduce_triton = None  # type: ignore[assignment]
 
-# Above this NCCL is as fast, and these are prompts, where it matters less.
-MAX_BYTES = 2**20
+# Each rank writes a message to every other one: above this over the number of ranks NCCL's ring is
+# as fast, and such messages are prompts', where it matters less.
+MAX_BYTES = 2**22
 
 _exchanges: dict[str, tuple[all_reduce_triton.Exchange, Tensor]] = {}
 
@@ -34,7 +35,7 @@ def share(group: str, rank: int, size: int, device: torch.device) -> None:
         RuntimeError: the GPUs cannot reach each other's memory.
     """
     assert all_reduce_triton is not None, "CUDA tensors on a machine without Triton"
-    num_words = MAX_BYTES // 4
+    num_words = MAX_BYTES // size // 4
     symmetric_memory: Any = importlib.import_module("torch.distributed._symmetric_memory")
     words = symmetric_memory.empty(2 * size * num_words, dtype=torch.int64, device=device)
     words.zero_()
