@@ -274,7 +274,7 @@ def _tall_kernel(
             x = tl.load(
                 x_ptr + x_at + (i + k)[:, None], mask=some[None, :] & inside[:, None], other=0.0
             )
-            acc = tl.dot(w, x, acc, input_precision="ieee")
+            acc = tl.dot(w, x, acc, input_precision="tf32x3")
         if UP:
             gate, up = tl.split(tl.permute(tl.reshape(acc, [2, BO, BM]), [1, 2, 0]))
             acc = gate * tl.sigmoid(gate) * up
@@ -311,10 +311,10 @@ def _wide_kernel(
             x = tl.load(x_ptr + x_at + (i + k)[None, :], mask=some[:, None] & inside, other=0.0)
             mask = (n < N)[:, None] & inside
             w = tl.load(w_ptr + w_at + i, mask=mask, other=0.0)
-            acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
+            acc = tl.dot(x, tl.trans(w), acc, input_precision="tf32x3")
             if UP:
                 w = tl.load(w_ptr + N * K + w_at + i, mask=mask, other=0.0)
-                up_acc = tl.dot(x, tl.trans(w), up_acc, input_precision="ieee")
+                up_acc = tl.dot(x, tl.trans(w), up_acc, input_precision="tf32x3")
         if UP:
             acc = acc * tl.sigmoid(acc) * up_acc
         y_at = (m if UP else pair)[:, None] * N + n[None, :]

@@ -80,6 +80,7 @@ def route_one(
         BE=block,
         N=num_experts,
         NP=triton.next_power_of_2(num_experts),
+        CHUNK=min(128, triton.next_power_of_2(num_experts)),
         TOP=top_k,
         NORMALISE=normalise,
         NORM=norm_E is not None,
@@ -93,8 +94,8 @@ def route_one(
 @triton.jit
 def _route_one_kernel(
     x_ptr, norm_ptr, router_ptr, normed_ptr, logits_ptr, chosen_ptr, counter_ptr, eps,
-    E: tl.constexpr, BE: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, TOP: tl.constexpr,
-    NORMALISE: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+    E: tl.constexpr, BE: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, CHUNK: tl.constexpr,
+    TOP: tl.constexpr, NORMALISE: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0)
     i = tl.arange(0, BE)
@@ -121,9 +122,14 @@ def _route_one_kernel(
             logits_ptr + experts, mask=experts < N, other=float("-inf"), cache_modifier=".cg"
         )
         clean = _clean(logits, experts < N)
-        other, mine = clean[None, :], clean[:, None]
-        better = (other > mine) | ((other == mine) & (experts[None, :] < experts[:, None]))
-        rank = tl.sum(better.to(tl.int32), 1)
+        rank = tl.zeros([NP], tl.int32)  # how many are better; ties go to the lower number
+        for start in tl.range(0, NP, CHUNK):
+            others = start + tl.arange(0, CHUNK)
+            other = tl.load(logits_ptr + others, mask=others < N, other=0.0, cache_modifier=".cg")
+            other = _clean(other, others < N)[None, :]
+            first = others[None, :] < experts[:, None]
+            better = (other > clean[:, None]) | ((other == clean[:, None]) & first)
+            rank += tl.sum(better.to(tl.int32), 1)
         exps = tl.exp(logits - tl.max(clean, 0))
         total = tl.sum(tl.where(rank < TOP, exps, 0.0), 0) if NORMALISE else tl.sum(exps, 0)
         tl.store(chosen_ptr + rank, exps / total, mask=rank < TOP)
@@ -256,7 +262,7 @@ def _logits_kernel(
             mask=(n < N)[:, None] & (k < E)[None, :],
             other=0.0,
         )
-        acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
+        acc = tl.dot(x, tl.trans(w), acc, input_precision="tf32x3")
     at = (tl.program_id(2) * T + t[:, None]) * N + n[None, :]
     tl.store(logits_ptr + at, acc, mask=(t < T)[:, None] & (n < N)[None, :])
 
