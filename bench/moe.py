@@ -1,12 +1,10 @@
-"""A mixture of experts on a GPU: its kernels one by one against torch's grouped products, and the
-whole engine on the shape of Qwen3-30B-A3B.
+"""A mixture of experts on a GPU, in the shape of Qwen3-30B-A3B's layers: the kernels one by one, and
+all of it against torch's grouped products.
 
-    python -m bench.moe kernels [--tokens 1 8 64 256 4096] [--results FOLDER]
-    python -m bench.moe engine [--results FOLDER]
+    python -m bench.moe [--tokens 1 8 64 256 4096] [--results FOLDER]
 
-`kernels`: microseconds of one layer's mixture under graph replay, layers in rotation so that no
-weight is in the L2 cache, every candidate launch of ours; what was best goes into
-models/ops/experts_table.py by hand.
+Microseconds under graph replay, layers in rotation so that no weight is in the L2 cache. What was
+best goes into models/ops/experts_table.py by hand. moe_engine.py times the whole engine.
 """
 
 from __future__ import annotations
@@ -316,20 +314,23 @@ def compile_all(token_counts: Sequence[int], workers: int) -> None:
         one.get()
 
 
-def kernels(args: argparse.Namespace) -> dict[str, Any]:
+def kernels(args: argparse.Namespace) -> None:
+    """Time each number of tokens; the file is whole after each."""
     if not args.skip_compile:
         compile_all(args.tokens, args.workers)
     if args.compile_only:
-        return {}
+        return
     torch.manual_seed(0)
     layers = [Layer.draw(SHAPE) for _ in range(LAYERS)]
-    return {"kernels": [time_tokens(count, layers, args.top) for count in args.tokens]}
+    rows: list[dict[str, Any]] = []
+    for count in args.tokens:
+        rows.append(time_tokens(count, layers, args.top))
+        save(args.name, {"shape": SHAPE._asdict(), "kernels": rows}, args.results)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; the exit status."""
     parser = argparse.ArgumentParser(prog="bench.moe", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("what", choices=("kernels",))
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 64, 256, 4096])
     parser.add_argument("--top", type=int, default=5, help="candidates printed")
     parser.add_argument("--workers", type=int, default=14)
@@ -340,7 +341,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         sys.exit("bench.moe needs a GPU")
-    print(save(args.name, kernels(args), args.results))
+    kernels(args)
     return 0
 
 

@@ -183,10 +183,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     try:
         result["extend"] = time_extend(engine, args.extend)
         print(table([result["extend"]]), flush=True)
+        save(args.name, result, args.results)
         result["decode"] = []
         for batch in args.batch:
             result["decode"].append(time_decode(engine, batch, args.kv))
             print(table(result["decode"]), flush=True)
+            save(args.name, result, args.results)
         stats = engine.core.stats()
         result["eager_steps"], result["recompiles"] = stats.eager_steps, stats.recompiles
     finally:
