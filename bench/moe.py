@@ -1,5 +1,5 @@
-"""A mixture of experts on a GPU, in the shape of Qwen3-30B-A3B's layers: the kernels one by one, and
-all of it against torch's grouped products.
+"""A mixture of experts on a GPU, in the shape of Qwen3-30B-A3B's layers: the kernels one by one,
+and all of it against torch's grouped products.
 
     python -m bench.moe [--tokens 1 8 64 256 4096] [--results FOLDER]
 
