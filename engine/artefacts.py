@@ -104,6 +104,8 @@ def store_of(config: EngineConfig) -> Store:
 
 def fingerprint_of(prepared: Prepared) -> Fingerprint:
     """Everything that the compiled artefacts of this start depend on."""
+    if prepared.config.device == "cuda":
+        settle_triton()  # sets a variable that processes started from here inherit, and count
     here = Path(__file__).resolve().parent
     sources = [here.parent / "models", *(here / f"{name}.py" for name in _ENGINE_SOURCES)]
     return Fingerprint(

@@ -4,13 +4,14 @@ they fail.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from pathlib import Path
 
 import pytest
 
-from engine import LLM, SamplingParams, cli, compiler
-from engine.artefacts import fingerprint_of, prepare, store_of
+from engine import LLM, SamplingParams, artefacts, cli, compiler
+from engine.artefacts import fingerprint_of, open_cache, prepare, store_of
 from engine.compile_jobs import VARIANTS, CompileJob, compile_jobs, hint
 from engine.config import load_config
 from engine.machine import Machine
@@ -55,6 +56,26 @@ def test_jobs_of_whole_steps_are_one_a_process() -> None:
     ]
     assert groups[0][0].buckets == (8,), "compiled for the size that is the hint"
     assert not groups[-1][0].compiled
+
+
+def test_what_triton_is_told_is_told_before_the_entry_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """On a GPU the assembler's path goes into the environment, which compile processes inherit: an
+    entry that is named before that is not the one which they fill.
+    """
+    prepared = prepare(load_config(TINY, [*SMALL, f"compile.cache_dir={tmp_path}"]))
+    cuda = prepared.config.model_copy(update={"device": "cuda"})
+    prepared = dataclasses.replace(prepared, config=cuda)
+    monkeypatch.delenv("TRITON_PTXAS_PATH", raising=False)
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        monkeypatch.setenv(name, str(tmp_path))  # open_cache changes them
+    monkeypatch.setattr(
+        artefacts, "settle_triton", lambda: monkeypatch.setenv("TRITON_PTXAS_PATH", "/ptxas")
+    )
+    first = fingerprint_of(prepared)
+    with open_cache(prepared) as session:
+        assert session.manifest.fingerprint == first == fingerprint_of(prepared)
 
 
 def test_variants_of_a_layer_share_a_process() -> None:
