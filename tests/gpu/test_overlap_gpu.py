@@ -21,7 +21,7 @@ from engine.startup import Engine
 from tests.e2e.harness import run, running_engine
 from tests.e2e.test_parity import prompts_for
 from tests.e2e.tiny_models import hf_config, save_model
-from tests.gpu.engines import Runner, capture_uncompiled, gpu_sections, warm_all
+from tests.gpu.engines import capture_uncompiled, gpu_sections, warm_all
 
 pytestmark = [
     pytest.mark.gpu,
@@ -30,12 +30,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # of torch's compiler and of transformers
 ]
 
-CASES: list[tuple[str, Runner]] = [
-    ("triton", "manual"),
-    ("triton", "trees"),
-    ("fa2", "plain"),
-    ("xqa", "plain"),
-]
 # Each of them would make the host wait for the device.
 FORBIDDEN = {
     "cudaStreamSynchronize",
@@ -107,37 +101,40 @@ def calls_of_steps(engine: Engine, first_id: int) -> tuple[int, int, Counter[str
     return decode, extend, calls
 
 
-@pytest.mark.parametrize(("decode", "runner"), CASES)
-def test_what_a_step_does(
-    decode: str, runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if runner == "plain":
-        capture_uncompiled(monkeypatch)
-    save_model(tmp_path, hf_config("qwen3", head_dim=128), dtype=torch.bfloat16)
-    sections = gpu_sections([1, 4, 8], [64, 128], runner)
-    sections["attention"] = {"decode": decode}
-    with running_engine(tmp_path, "cuda", **sections) as engine:
-        warm_all(engine)
-        with no_synchronisation():
-            serve(engine, 0)
-            serve(engine, 100, scored=True)
-        torch.cuda.synchronize()
-        memory, pinned = torch.cuda.memory_stats(), torch.cuda.host_memory_stats()
-        serve(engine, 200)
-        after = torch.cuda.memory_stats()["allocation.all.allocated"]
-        assert after == memory["allocation.all.allocated"], "a plain step allocated"
-        pinned_after = torch.cuda.host_memory_stats()["num_host_alloc"]
-        assert pinned_after == pinned["num_host_alloc"], "a plain step took pinned memory"
-        # Requests that need more than plain sampling bring their slot's state in a tensor each.
-        serve(engine, 300, scored=True)
-        assert torch.cuda.memory_stats()["num_device_alloc"] == memory["num_device_alloc"]
-        num_decode, num_extend, calls = calls_of_steps(engine, 400)
-    steps = num_decode + num_extend
-    print(f"\n{decode} {runner}: {num_decode} + {num_extend} steps, {dict(calls)}")
+def check_steps(engine: Engine) -> None:
+    """No wait but for results, no allocation, one copy in and one out; plans bring their own."""
+    with no_synchronisation():
+        serve(engine, 0)
+        serve(engine, 100, scored=True)
+    torch.cuda.synchronize()
+    memory, pinned = torch.cuda.memory_stats(), torch.cuda.host_memory_stats()
+    serve(engine, 200)
+    after = torch.cuda.memory_stats()["allocation.all.allocated"]
+    assert after == memory["allocation.all.allocated"], "a plain step allocated"
+    pinned_after = torch.cuda.host_memory_stats()["num_host_alloc"]
+    assert pinned_after == pinned["num_host_alloc"], "a plain step took pinned memory"
+    # Requests that need more than plain sampling bring their slot's state in a tensor each.
+    serve(engine, 300, scored=True)
+    assert torch.cuda.memory_stats()["num_device_alloc"] == memory["num_device_alloc"]
+    num_decode, num_extend, calls = calls_of_steps(engine, 400)
+    steps, kernel = num_decode + num_extend, engine.config.attention.decode
+    print(f"\n{kernel}: {num_decode} + {num_extend} steps, {dict(calls)}")
     assert not FORBIDDEN & calls.keys()
     assert calls["cudaGraphLaunch"] == steps
     assert calls["Memcpy DtoH"] == steps
     # FlashInfer's plans are copies of their own: one of the chunks, and one of fa2's decode rows
     # whenever a row has come to its next page.
-    plans = num_extend + (steps if decode == "fa2" else 0)
+    plans = num_extend + (steps if kernel == "fa2" else 0)
     assert steps <= calls["Memcpy HtoD"] <= steps + plans
+
+
+@pytest.mark.parametrize("decode", ["triton", "fa2", "xqa"])
+def test_what_a_step_does(decode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled steps are looked at in test_serving_gpu.py."""
+    capture_uncompiled(monkeypatch)
+    save_model(tmp_path, hf_config("qwen3", head_dim=128), dtype=torch.bfloat16)
+    sections = gpu_sections([1, 4, 8], [64, 128], "plain")
+    sections["attention"] = {"decode": decode}
+    with running_engine(tmp_path, "cuda", **sections) as engine:
+        warm_all(engine)
+        check_steps(engine)

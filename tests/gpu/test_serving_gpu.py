@@ -1,5 +1,5 @@
-"""A GPU engine over many steps: load that comes and goes, seeds that repeat, draws that follow the
-distribution, and a short run under compute-sanitizer.
+"""A compiled engine on a GPU over many steps: load that comes and goes, seeds that repeat, draws
+that follow the distribution, what a step does; and a short run under compute-sanitizer.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from tests.e2e.harness import run, running_engine
 from tests.e2e.tiny_models import VOCAB, hf_config, save_model
 from tests.gpu.engines import Runner, gpu_sections, warm_all, watch_buckets, with_scheduler
 from tests.gpu.judge import Reference, Verdict, judge
+from tests.gpu.test_overlap_gpu import check_steps
 from tests.models.sampling_reference import assert_distributed
 
 pytestmark = [
@@ -39,13 +40,14 @@ SANITIZER = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sa
 
 @pytest.mark.parametrize("runner", ["trees", "manual"])
 def test_serving(runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One start, for it takes longest: the soak, the seeds, the distribution."""
+    """One start, for it takes longest."""
     model = save_model(
         tmp_path, hf_config("qwen3", head_dim=128, initializer_range=0.1), dtype=torch.bfloat16
     )
     sections = gpu_sections([1, 2, 8, 16, ROWS], [64, 256], runner)
     with running_engine(tmp_path, "cuda", **sections) as engine:
         warm_all(engine)
+        check_steps(engine)
         check_seeds_repeat(engine)
         check_draws_follow_the_distribution(engine)
         check_soak(engine, Reference(model), monkeypatch)
@@ -58,6 +60,7 @@ class Load:
         self.core, self.rng = engine.core, random.Random(seed)
         self.requests: dict[int, EngineRequest] = {}
         self.answers: dict[int, list[int]] = {}
+        self.scores: dict[int, list[float]] = {}
         self.open: set[int] = set()
         self.shared = [self.rng.randrange(3, VOCAB) for _ in range(64)]
 
@@ -75,6 +78,9 @@ class Load:
         if output is not None:
             for request_id, token_id in zip(output.request_ids, output.token_ids, strict=True):
                 self.answers[request_id].append(token_id)
+            for request_id, entry in zip(output.request_ids, output.logprobs, strict=False):
+                if entry is not None:
+                    self.scores.setdefault(request_id, []).append(entry.logprob)
             self.open -= {finished.request_id for finished in output.finished}
         if number % 50 == 0:
             self.core.scheduler.check_integrity()
@@ -116,7 +122,8 @@ def check_soak(engine: Engine, reference: Reference, monkeypatch: pytest.MonkeyP
     verdict = Verdict()
     for request_id, request in load.requests.items():
         if request.temperature == 0 and load.answers[request_id]:
-            judge(verdict, reference, request.prompt_ids, load.answers[request_id])
+            answer, scores = load.answers[request_id], load.scores.get(request_id, ())
+            judge(verdict, reference, request.prompt_ids, answer, scores)
     print(f"\n{number} steps, {len(load.requests)} requests, {stats}, {verdict}")
     verdict.check(LEAST_SAME)
 
