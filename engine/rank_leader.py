@@ -28,6 +28,7 @@ from engine.batch_wire import encode
 from engine.config import EngineConfig
 from engine.errors import EngineDead
 from engine.graph_runner import Pending
+from engine.quick_import import command
 from engine.rank_link import LeaderLink
 from engine.ranks import RankGroup
 from engine.scheduler.batch import ScheduledBatch, StepResult
@@ -157,14 +158,14 @@ class Leader(RankGroup):
 
     def _spawn(self) -> None:
         assert isinstance(self.store, TCPStore)
-        command = [sys.executable, "-m", "engine.rank_process", "--parent", str(os.getpid())]
-        command += ["--size", str(self.world.size), "--store", str(self.store.port)]
+        words = command("engine.rank_process", "--parent", str(os.getpid()))
+        words += ["--size", str(self.world.size), "--store", str(self.store.port)]
         for rank in range(1, self.world.size):
             if self._closing.is_set():
                 return
             # Standard output is rank 0's alone: `generate` prints its answer there.
             self._processes[rank] = subprocess.Popen(
-                [*command, "--rank", str(rank)], stdin=subprocess.DEVNULL, stdout=2
+                [*words, "--rank", str(rank)], stdin=subprocess.DEVNULL, stdout=2
             )
 
     def _how(self, dead: set[int]) -> str:
