@@ -285,8 +285,8 @@ def attention_variants(
     yield "fa3", None, 1
     for multiple in (1, 2, 4, 8):
         yield "xqa", None, multiple
-    tiles = ((64, 64, 3, 4), (64, 64, 5, 4), (128, 64, 3, 4), (64, 64, 3, 8), (64, 32, 5, 4))
-    for extra in (128, 256, 512, 1024):
+    tiles = ((64, 64, 3, 4), (64, 64, 2, 4), (128, 64, 3, 4), (64, 32, 3, 4), (64, 32, 4, 2))
+    for extra in (32, 64, 128, 256):
         for tile in tiles:
             yield "triton", decode_triton.DecodeShape(extra, *tile), 1
 
@@ -308,7 +308,7 @@ def time_attention(case: Case, top: int, kernels: Sequence[str], compile_only: b
             )
             runner: Any = attention_cuda.runner("decode", case.bucket.num_tokens, 0)
             if launch is not None:
-                runner.shape = launch
+                runner.cut(launch)
             if kernel == "xqa":
                 runner.num_programs *= multiple
             planner.plan(case.bucket, case.batch)

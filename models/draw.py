@@ -17,13 +17,17 @@ from torch import Tensor
 
 from models.ops.sampling import MIN_TEMPERATURE
 
+try:
+    from models.ops import draw_triton
+except ImportError:  # no Triton: a CPU
+    draw_triton = None  # type: ignore[assignment]
+
 _WORD = 0xFFFFFFFF
 # lowbias32 (Chris Wellons' hash prospector): multipliers of a 32-bit mixer. The second is written
 # as a signed number so that a product with 32 bits stays inside int64.
 _MULTIPLY_1 = 0x7FEB352D
 _MULTIPLY_2 = 0x846CA68B - (1 << 32)
-# Ids per first-stage reduction: Inductor keeps up to 1024 in registers, so that a chunk is read
-# once.
+# Ids per first-stage reduction: what Inductor keeps in registers, so that a chunk is read once.
 _MAX_CHUNK = 1024
 _MIN_CHUNK = 128
 
@@ -47,12 +51,14 @@ def draw(
     Returns:
         ids int64 [L], and bool [L] whether the row's logits allow a draw.
     """
-    arguments = (logits_LV, threshold_L, temperature_L, seed_lo_L, seed_hi_L, positions_L)
-    return draw_on_cpu(*arguments) if logits_LV.device.type == "cpu" else draw_rows(*arguments)
+    drawn: tuple[Tensor, Tensor] = draw_op(
+        logits_LV, threshold_L, temperature_L, seed_lo_L, seed_hi_L, positions_L
+    )
+    return drawn
 
 
 @torch.library.custom_op("fullgraph::draw", mutates_args=(), device_types="cpu")
-def draw_on_cpu(
+def draw_op(
     logits_LV: Tensor,
     threshold_L: Tensor,
     temperature_L: Tensor,
@@ -60,8 +66,9 @@ def draw_on_cpu(
     seed_hi_L: Tensor,
     positions_L: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """`draw` on a CPU: noise for the rows that are not greedy only, and opaque to the compiler,
-    which would take half a minute to make loops of the hash.
+    """`draw`, opaque to the compiler, which would take half a minute to make loops of the hash.
+
+    On a CPU noise is made for the rows that are not greedy only.
     """
     tops_L, ids_L = logits_LV.max(dim=1)
     sampled = (temperature_L >= MIN_TEMPERATURE).nonzero().squeeze(1)
@@ -71,7 +78,7 @@ def draw_on_cpu(
     return ids_L, tops_L.float().abs() < math.inf
 
 
-@draw_on_cpu.register_fake
+@draw_op.register_fake
 def _(
     logits_LV: Tensor,
     threshold_L: Tensor,
@@ -85,6 +92,24 @@ def _(
     return ids_L, logits_LV.new_empty((num_rows,), dtype=torch.bool)
 
 
+@draw_op.register_kernel("cuda")
+def _(
+    logits_LV: Tensor,
+    threshold_L: Tensor,
+    temperature_L: Tensor,
+    seed_lo_L: Tensor,
+    seed_hi_L: Tensor,
+    positions_L: Tensor,
+) -> tuple[Tensor, Tensor]:
+    assert draw_triton is not None, "CUDA tensors on a machine without Triton"
+    num_rows, device = logits_LV.shape[0], logits_LV.device
+    ids_L = torch.empty(num_rows, dtype=torch.int64, device=device)
+    finite_L = torch.empty(num_rows, dtype=torch.bool, device=device)
+    rows = (threshold_L, temperature_L, seed_lo_L, seed_hi_L, positions_L)
+    draw_triton.launch(logits_LV, *rows, ids_L, finite_L, MIN_TEMPERATURE)
+    return ids_L, finite_L
+
+
 def draw_rows(
     logits_LV: Tensor,
     threshold_L: Tensor,
@@ -93,11 +118,11 @@ def draw_rows(
     seed_hi_L: Tensor,
     positions_L: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """`draw` in torch operators that fuse into two kernels.
+    """`draw` in torch operators, the reference of the kernels in models/ops/draw_triton.py.
 
-    Two stages, so that one row keeps a whole GPU busy: the best of each chunk relative to the
-    chunk's maximum (one pass over the logits), then the best chunk. Differences to a maximum are
-    exact where it matters, so that no temperature overflows or loses the noise.
+    Two stages, as on a GPU: the best of each chunk relative to the chunk's maximum, then the best
+    chunk. Differences to a maximum are exact where it matters, so that no temperature overflows or
+    loses the noise.
     """
     greedy_L = temperature_L < MIN_TEMPERATURE
     scale_L = 1.0 / torch.where(greedy_L, 1.0, temperature_L)
@@ -148,15 +173,7 @@ def row_keys(seed_lo_L: Tensor, seed_hi_L: Tensor, positions_L: Tensor) -> tuple
     position = positions_L.long() & _WORD
     key0 = _mix(_mix(_mix(seed_lo ^ 0x3C6EF372) ^ seed_hi) ^ position)
     key1 = _mix(key0 ^ seed_lo) ^ position
-    return _stored(key0), _stored(key1)
-
-
-def _stored(key_L: Tensor) -> Tensor:
-    """[L, 1, 1]. Inductor computes the base of an as_strided once and stores it; inlined, the key
-    would be hashed anew for every logit, in an expression so long that it is split by an int64
-    [L, V] in memory.
-    """
-    return key_L.as_strided((key_L.shape[0], 1, 1), (1, 1, 1))
+    return key0.view(-1, 1, 1), key1.view(-1, 1, 1)
 
 
 def _mix(x: Tensor, key: Tensor | None = None) -> Tensor:

@@ -181,7 +181,7 @@ def _report(logits_LV: Tensor, ids_L: Tensor, max_logprobs: int) -> list[Tensor]
 def _log_norm(logits_LV: Tensor) -> tuple[Tensor, Tensor]:
     """The maximum and log(sum(exp(logits - maximum))), each [L, 1].
 
-    Over the chunks of `_draw`, so that compiled, both read the logits in one go.
+    Over chunks, so that a row keeps a whole GPU busy.
     """
     logits_LCW, tops_LC, bases_LC = chunked(logits_LV)
     mass_LC = (logits_LCW - bases_LC.unsqueeze(2)).exp().sum(dim=2)

@@ -1,8 +1,12 @@
-"""Device functions of the decode kernel: attend to a chunk, add the new token, join chunks.
+"""Device functions of the decode kernel: attend to a chunk, begin with the new token, join chunks.
+
+Scores are kept as [tokens, queries] and results as [D, queries], so that the few queries of a kv
+head are the narrow side of the tensor cores' products. One warp does all of a chunk: nothing has to
+be synchronised, and many programs fit on a multiprocessor.
 
 Called by decode_triton.py's kernel. Importing it needs Triton.
 
-Legend: H query heads, K kv heads, G = H / K, D head dim.
+Legend: H query heads, K kv heads, G = H / K, D head dim, Q = G padded, B tokens of a tile.
 """
 
 from __future__ import annotations
@@ -25,88 +29,109 @@ def prefetch(ptr, mask):
 
 
 @triton.jit
-def places(table_row_ptr, token, mask, head, K: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr):
-    """Offset of each token's key for a kv head in the layer; its value is PAGE * K * D further."""
-    page = tl.load(table_row_ptr + token // PAGE, mask=mask, other=0).to(tl.int64)
-    return page * (2 * PAGE * K * D) + (token % PAGE) * (K * D) + head * D
+def page_of(
+    table_row_ptr, first, stop, PAGE: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Pages of the tile of tokens from `first`: one where tiles lie in a page, else [B]."""
+    if PAGE % BLOCK == 0:
+        # Beyond the last tile: page 0.
+        return tl.load(table_row_ptr + first // PAGE, mask=first < stop, other=0)
+    else:
+        token = first + tl.arange(0, BLOCK)
+        return tl.load(table_row_ptr + token // PAGE, mask=token < stop, other=0)
+
+
+@triton.jit
+def places(
+    page, first, head, K: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Offsets of a tile's keys for a kv head in the layer, [B]; values are PAGE * K * D further."""
+    tile = tl.arange(0, BLOCK)
+    if PAGE % BLOCK == 0:
+        base = page.to(tl.int64) * (2 * PAGE * K * D) + (first % PAGE) * (K * D) + head * D
+        return base + tile * (K * D)
+    else:
+        base = page.to(tl.int64) * (2 * PAGE * K * D)
+        return base + (first + tile) % PAGE * (K * D) + head * D
 
 
 @triton.jit
 def attend(
-    q_low, q_high, kv_ptr, table_row_ptr, head, begin, end, scale,
+    acc, high, total, q_low, q_high, kv_ptr, table_row_ptr, head, begin, stop, scale,
     K: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_G: tl.constexpr, STAGES: tl.constexpr,
+    STAGES: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Softmax attention over tokens [begin, end), not yet divided: acc, max (of log2), sum.
+    """Add the softmax attention over tokens [begin, stop), not yet divided.
 
-    q_low, q_high: halves of the queries, [BLOCK_G, D / 2].
+    acc: [D, Q]; high: [Q], maximum of the scores, base 2; total: [B, Q], sums by place in a tile.
+    q_low, q_high: halves of the queries, [D / 2, Q]. ALIGNED: `begin` is a multiple of BLOCK.
     """
     half = tl.arange(0, D // 2)
     d = tl.arange(0, D)
-    high = tl.full([BLOCK_G], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_G], tl.float32)
-    acc = tl.zeros([BLOCK_G, D], tl.float32)
-    for t in tl.range(begin, end, BLOCK, num_stages=STAGES):
+    start = begin
+    if not ALIGNED:
+        start = begin // BLOCK * BLOCK
+    # A tile's page is read a tile ahead, so that its keys need not wait for it.
+    page = page_of(table_row_ptr, start, stop, PAGE, BLOCK)
+    for t in tl.range(start, stop, BLOCK, num_stages=STAGES):
+        at = places(page, t, head, K, D, PAGE, BLOCK)
+        page = page_of(table_row_ptr, t + BLOCK, stop, PAGE, BLOCK)
         token = t + tl.arange(0, BLOCK)
-        mask = token < end
-        at = places(table_row_ptr, token, mask, head, K, D, PAGE)[:, None]
-        k_low = tl.load(kv_ptr + at + half[None, :], mask=mask[:, None], other=0.0)
-        k_high = tl.load(kv_ptr + at + D // 2 + half[None, :], mask=mask[:, None], other=0.0)
-        v = tl.load(kv_ptr + at + PAGE * K * D + d[None, :], mask=mask[:, None], other=0.0)
-        s = tl.dot(q_low, tl.trans(k_low))
-        s = tl.dot(q_high, tl.trans(k_high), s) * scale
-        s = tl.where(mask[None, :], s, float("-inf"))
-        new_high = tl.maximum(high, tl.max(s, 1))
-        p = tl.exp2(s - new_high[:, None])
-        fade = tl.exp2(high - new_high)
-        total = total * fade + tl.sum(p, 1)
-        acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None])
+        mask = token < stop
+        if not ALIGNED:
+            mask = mask & (token >= begin)
+        k_low = tl.load(kv_ptr + at[:, None] + half[None, :])
+        k_high = tl.load(kv_ptr + at[:, None] + D // 2 + half[None, :])
+        # What lies behind a row's last token may be anything, and 0 * NaN is NaN.
+        v_ptr = kv_ptr + at[None, :] + PAGE * K * D + d[:, None]
+        v = tl.load(v_ptr, mask=mask[None, :], other=0.0)
+        s = tl.dot(k_low, q_low)
+        s = tl.dot(k_high, q_high, s) * scale
+        s = tl.where(mask[:, None], s, float("-inf"))
+        new_high = tl.maximum(high, tl.max(s, 0))
+        p = tl.exp2(s - new_high[None, :])
+        fade = tl.exp2(high - new_high)[None, :]
+        total = total * fade + p
+        acc = tl.dot(v, p.to(v.dtype), acc * fade)
         high = new_high
     return acc, high, total
 
 
 @triton.jit
-def rotated(x_ptr, rope_ptr, weight_ptr, mask, eps, D: tl.constexpr, NORM: tl.constexpr):
-    """Norm and rotate heads whose low halves `x_ptr` [N, D / 2] points at: (low, high), float32."""
-    half = tl.arange(0, D // 2)
-    low = tl.load(x_ptr, mask=mask, other=0.0).to(tl.float32)
-    high = tl.load(x_ptr + D // 2, mask=mask, other=0.0).to(tl.float32)
+def halves(ptr, mask, D: tl.constexpr):
+    """The low and high halves of heads whose low halves `ptr` [N, D / 2] points at."""
+    return tl.load(ptr, mask=mask, other=0.0), tl.load(ptr + D // 2, mask=mask, other=0.0)
+
+
+@triton.jit
+def rotated(low, high, low_weight, high_weight, cos, sin, eps, D: tl.constexpr, NORM: tl.constexpr):
+    """Norm and rotate heads [N, D / 2] twice: (low, high), float32. The rest is [1, D / 2]."""
+    low = low.to(tl.float32)
+    high = high.to(tl.float32)
     if NORM:
         factor = tl.rsqrt(tl.sum(low * low + high * high, 1) / D + eps)[:, None]
-        low *= factor * tl.load(weight_ptr + half).to(tl.float32)[None, :]
-        high *= factor * tl.load(weight_ptr + D // 2 + half).to(tl.float32)[None, :]
-    cos = tl.load(rope_ptr + half)[None, :]
-    sin = tl.load(rope_ptr + D // 2 + half)[None, :]
+        low *= factor * low_weight.to(tl.float32)
+        high *= factor * high_weight.to(tl.float32)
     return low * cos - high * sin, high * cos + low * sin
 
 
 @triton.jit
-def add_new(
-    acc, high, total, q_low, q_high, qkv_ptr, rope_ptr, k_norm_ptr, kv_ptr, place, head, eps, scale,
-    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, NORM: tl.constexpr,
+def begin_new(
+    q_low, q_high, k_low, k_high, v, kv_ptr, place, scale,
+    K: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_G: tl.constexpr,
 ):  # fmt: skip
-    """Write the new token's key and value to the cache and add them to the row's attention."""
+    """Write the new token's key and value to the cache; attention to it: acc, high, total."""
     half = tl.arange(0, D // 2)
-    d = tl.arange(0, D)
-    k_ptr = qkv_ptr + (K * G + head) * D
-    low, high_half = rotated(
-        k_ptr + half[None, :], rope_ptr, k_norm_ptr, half[None, :] < D, eps, D, NORM
-    )
-    dtype = kv_ptr.dtype.element_ty
-    k_low, k_high = low.to(dtype), high_half.to(dtype)
-    v = tl.load(k_ptr + K * D + d)
     key_ptr = kv_ptr + place * D
     tl.store(key_ptr + half[None, :], k_low)
     tl.store(key_ptr + D // 2 + half[None, :], k_high)
-    tl.store(key_ptr + PAGE * K * D + d, v)
+    tl.store(key_ptr + PAGE * K * D + tl.arange(0, D), v)
     s = tl.sum(q_low.to(tl.float32) * k_low.to(tl.float32), 1)
     s = (s + tl.sum(q_high.to(tl.float32) * k_high.to(tl.float32), 1)) * scale
-    new_high = tl.maximum(high, s)
-    p = tl.exp2(s - new_high)
-    fade = tl.exp2(high - new_high)
-    total = total * fade + p
-    acc = acc * fade[:, None] + p[:, None] * v.to(tl.float32)[None, :]
-    return acc, new_high, total
+    acc = tl.broadcast_to(v.to(tl.float32)[:, None], [D, BLOCK_G])
+    at_first = (tl.arange(0, BLOCK) == 0)[:, None]
+    return acc, s, tl.broadcast_to(tl.where(at_first, 1.0, 0.0), [BLOCK, BLOCK_G])
 
 
 @triton.jit
@@ -117,14 +142,14 @@ def join(
     """Join the chunks first .. first + count of a (row, kv head) into `out_ptr` [G, D]."""
     d = tl.arange(0, D)
     every = tl.arange(0, MAX_CHUNKS)
-    some = tl.arange(0, 16)
+    some = tl.arange(0, 4)
     for g in tl.static_range(G):
         all_ptr = stats_ptr + 2 * (((first + every) * K + head) * G + g)
         highs = tl.load(all_ptr, mask=every < count, other=float("-inf"), cache_modifier=".cg")
         high = tl.max(highs, 0)
-        total = tl.zeros([16], tl.float32)
+        total = tl.zeros([4], tl.float32)
         y = tl.zeros([D], tl.float32)
-        for c in range(0, count, 16):
+        for c in range(0, count, 4):
             at = ((first + c + some) * K + head) * G + g
             valid = c + some < count
             x = tl.load(stats_ptr + 2 * at, mask=valid, other=float("-inf"), cache_modifier=".cg")

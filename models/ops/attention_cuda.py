@@ -5,9 +5,8 @@ The table of planned runners below is the project's one global: the operator loo
 argument. engine/attention_plan.py fills the table before any graph is captured and plans before
 every step.
 
-The first layer of a step makes the page lists that all layers use, in device memory outside the
-graphs' pool. It is known by its cache's address: a graph must not depend on a counter kept on the
-host.
+The first layer of a step makes the page lists or plans that all layers use, in device memory
+outside the graphs' pool. It is known by its cache's address: no graph may depend on a host counter.
 
 Knows nothing of batches or buckets, nor of FlashInfer's package: it is given its modules. Importing
 it needs Triton.
@@ -80,6 +79,18 @@ def runner(kind: str, num_tokens: int, window: int) -> Runner:
     return found
 
 
+def is_first(kv_layer: Tensor) -> bool:
+    """Whether this is the first layer's cache."""
+    return kv_layer.data_ptr() == _table.first_layer
+
+
+def prepare(kind: str, num_tokens: int, rows: Rows) -> None:
+    """Make what all layers of a step use, for every window of the bucket."""
+    for (of_kind, of_tokens, _), planned in _table.runners.items():
+        if (of_kind, of_tokens) == (kind, num_tokens):
+            planned.prepare(rows)
+
+
 def unregister() -> None:
     """Empty the table and let its buffers go."""
     _table.runners, _table.first_layer = {}, 0
@@ -100,12 +111,10 @@ def _paged_attention(
 ) -> Tensor:
     planned = runner(kind, q_THD.shape[0], window)
     rows = Rows(page_table_SP, row_slots_R, row_starts_R, row_lens_R, row_offsets_R)
-    if kv_layer.data_ptr() == _table.first_layer:
-        planned.prepare(rows)
+    if is_first(kv_layer):
+        prepare(kind, q_THD.shape[0], rows)
     out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
-    if (
-        kind == "extend"
-    ):  # a decode runner writes padding, too; here no one does, and it must be finite
+    if kind == "extend":  # no one writes padding here, and it must be finite
         page_lists_triton.clear_padding(out_THD, row_lens_R)
     planned.run(q_THD, kv_layer, rows, scale, out_THD)
     return out_THD
@@ -133,13 +142,13 @@ def _decode_attention(
     rows = Rows(page_table_SP, row_slots_R, row_starts_R, row_lens_R, row_offsets_R)
     num_kv_heads, head_dim = kv_layer.shape[3:]
     num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
+    if is_first(kv_layer):
+        prepare("decode", len(qkv), rows)
     out_THD = torch.empty((len(qkv), num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     if isinstance(planned, TritonDecode):
         new = decode_triton.NewToken(qkv, rope_TD, q_norm, k_norm, eps, kv_slots_T)
         planned.run(new, kv_layer, rows, scale, out_THD)
         return out_THD
-    if kv_layer.data_ptr() == _table.first_layer:
-        planned.prepare(rows)
     q_THD = torch.empty_like(out_THD)
     sizes = (num_heads, num_kv_heads, head_dim)
     norms = (q_norm, k_norm)
@@ -253,7 +262,7 @@ class FlashInferDecode:
 
 
 class TritonDecode:
-    """Our own decode kernel: no plan, no page lists.
+    """Our own decode kernel: planned on the device, reads the page table itself.
 
     Args:
         num_rows: rows that may decode (the bucket's rows, at most its tokens).
@@ -270,11 +279,17 @@ class TritonDecode:
     ) -> None:
         self._num_rows, self._window, self._extend = num_rows, window, extend
         self._scratch = scratch
-        self.shape = decode_triton.decode_shape(num_rows, num_kv_heads)
         self._pdl = supports_pdl(scratch.partial.device)
+        self.cut(decode_triton.decode_shape(num_rows, num_kv_heads))
+
+    def cut(self, shape: decode_triton.DecodeShape) -> None:
+        """Cut rows this way from the next `prepare` on; not into more pieces than at first."""
+        device = self._scratch.partial.device
+        self._cut = decode_triton.Cut.of(self._num_rows, self._window, shape, device)
 
     def prepare(self, rows: Rows) -> None:
-        """Nothing: the kernel reads the page table itself."""
+        """Cut the step's rows into pieces of work."""
+        decode_triton.plan(*rows[1:], self._num_rows, self._extend, self._cut)
 
     def run(
         self,
@@ -285,19 +300,8 @@ class TritonDecode:
         out_THD: Tensor,
     ) -> None:
         """Attention of the decode rows; with NewToken their keys and values are written first."""
-        decode_triton.decode(
-            query,
-            kv_layer,
-            *rows,
-            scale,
-            self._window,
-            self._num_rows,
-            self._extend,
-            self.shape,
-            self._scratch,
-            out_THD,
-            self._pdl,
-        )
+        where = (kv_layer, rows.page_table_SP, self._cut, self._scratch)
+        decode_triton.decode(query, *where, scale, is_first(kv_layer), out_THD, self._pdl)
 
 
 def supports_pdl(device: torch.device) -> bool:

@@ -1,17 +1,18 @@
-"""Paged attention of one token a row in Triton: flash decoding that plans itself on the device.
+"""Paged attention of one token a row in Triton: flash decoding over pieces of work planned on the
+device.
 
-Every program reads the lengths of all rows, and from them works out how all rows are cut into
-chunks of equal size and which (row, kv head, chunk) is its own. So long rows spread over the GPU
-beside short ones, whatever lengths come, in one captured launch and with nothing planned on the
-host. Chunks of a row are joined by the last of them to finish.
+decode_plan_triton.py cuts all rows into chunks of one size once a step; every program takes one
+chunk of one kv head. So long rows spread over the GPU beside short ones, whatever lengths come, in
+one captured launch and with nothing planned on the host. Chunks of a row are joined by the last of
+them to finish.
 
 With FUSED the kernel also does what precedes attention: q/k norm and rotation of the new token,
 whose key and value go to the cache from the one program that reads them.
 
 Programmatic dependent launch (PDL): a kernel waits for the one before it, then lets the next one
-start. So what was written two kernels earlier may be read before the wait, and only that: lengths
-and the page table, not q or the new key. Old keys and values are brought into the L2 cache before
-the wait.
+start. So what was written two kernels earlier may be read before the wait, and only that: the plan
+(except in the first layer, which runs right behind it) and the page table, not q or the new key.
+The programs that start first bring old keys and values into the L2 cache before the wait.
 
 Knows nothing of torch.library. Importing it needs Triton.
 
@@ -20,7 +21,7 @@ Legend: R rows, S slots, P pages of a sequence, H query heads, K kv heads, G = H
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -28,28 +29,37 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from models.ops.attend_triton import add_new, attend, join, places, prefetch, rotated
+from models.ops.attend_triton import (
+    attend,
+    begin_new,
+    halves,
+    join,
+    page_of,
+    places,
+    prefetch,
+    rotated,
+)
+from models.ops.decode_plan_triton import FIELDS, MAX_CHUNKS, plan_items
 
 _LOG2E = 1.4426950408889634
-_MAX_CHUNKS = 64  # of one row: what the join holds in registers
+_FIRST_PROGRAMS = 1056  # about what can start while the kernel before still runs
+_BRING = 4  # tiles that each of them brings into the L2 cache
 
 
 class DecodeShape(NamedTuple):
-    """How rows are cut: programs beyond one per (row, kv head), least tokens of a chunk, tokens of
-    a tile.
-    """
+    """How rows are cut: chunks beyond one a row, least tokens of a chunk, tokens of a tile."""
 
     extra: int
     min_chunk: int = 64
-    block: int = 64
-    stages: int = 3
-    warps: int = 4
+    block: int = 16
+    stages: int = 4
+    warps: int = 1
 
 
 class Scratch(NamedTuple):
     """Partial results and counters of one launch; shared by all buckets and windows.
 
-    partial: float32 [programs * G * D]; stats: float32 [programs * G * 2], max and sum; counters:
+    partial: float32 [items * H * D]; stats: float32 [items * H * 2], max and sum; counters:
         int32 zeros [R * K],
     zeros again when the kernel ends.
     """
@@ -63,14 +73,10 @@ class Scratch(NamedTuple):
         cls, num_rows: int, heads: int, kv_heads: int, dim: int, device: torch.device
     ) -> Scratch:
         """Enough for every bucket of up to `num_rows` rows."""
-        programs = max(
-            num_programs(rows, kv_heads, decode_shape(rows, kv_heads))
-            for rows in range(1, num_rows + 1)
-        )
-        group = heads // kv_heads
+        items = max(r + decode_shape(r, kv_heads).extra for r in range(1, num_rows + 1))
         return cls(
-            torch.empty(programs * group * dim, dtype=torch.float32, device=device),
-            torch.empty(programs * group * 2, dtype=torch.float32, device=device),
+            torch.empty(items * heads * dim, dtype=torch.float32, device=device),
+            torch.empty(items * heads * 2, dtype=torch.float32, device=device),
             torch.zeros(num_rows * kv_heads, dtype=torch.int32, device=device),
         )
 
@@ -88,165 +94,135 @@ class NewToken(NamedTuple):
 
 def decode_shape(num_rows: int, num_kv_heads: int) -> DecodeShape:
     """How to cut `num_rows` rows of lengths unknown on the host."""
-    return DecodeShape(256 if num_rows * num_kv_heads <= 64 else 512)
+    if num_rows * num_kv_heads <= 64:
+        return DecodeShape(triton.cdiv(256, num_kv_heads))
+    return DecodeShape(triton.cdiv(2048, num_kv_heads))
 
 
-def num_programs(num_rows: int, num_kv_heads: int, shape: DecodeShape) -> int:
-    """Programs that a launch needs: each row may end in a chunk that is not full."""
-    return (num_rows + triton.cdiv(shape.extra, num_kv_heads)) * num_kv_heads
+class Cut(NamedTuple):
+    """How a bucket's rows are cut: the shape, the plan (see decode_plan_triton.py), the window."""
+
+    shape: DecodeShape
+    items: Tensor
+    window: int
+
+    @classmethod
+    def of(cls, num_rows: int, window: int, shape: DecodeShape, device: torch.device) -> Cut:
+        """With room for the plan of `num_rows` rows."""
+        size = (num_rows + shape.extra, FIELDS)
+        return cls(shape, torch.empty(size, dtype=torch.int32, device=device), window)
+
+
+def plan(
+    row_slots_R: Tensor,
+    row_starts_R: Tensor,
+    row_lens_R: Tensor,
+    row_offsets_R: Tensor,
+    num_rows: int,
+    extend: bool,
+    cut: Cut,
+) -> None:
+    """Cut the step's rows; must come before the first layer's `decode`."""
+    rows = (row_slots_R, row_starts_R, row_lens_R, row_offsets_R)
+    extra, min_chunk, block, *_ = cut.shape
+    plan_items(*rows, cut.window, num_rows, extend, extra, min_chunk, block, cut.items)
 
 
 def decode(
     query: Tensor | NewToken,
     kv_layer: Tensor,
     page_table_SP: Tensor,
-    row_slots_R: Tensor,
-    row_starts_R: Tensor,
-    row_lens_R: Tensor,
-    row_offsets_R: Tensor,
-    scale: float,
-    window: int,
-    num_rows: int,
-    extend: bool,
-    shape: DecodeShape,
+    cut: Cut,
     scratch: Scratch,
+    scale: float,
+    first_layer: bool,
     out_RHD: Tensor,
     pdl: bool,
 ) -> None:
-    """Attention of the decode rows among the first `num_rows` tokens.
-
-    A row that does not decode is left alone if `extend`, else written as zeros.
+    """Attention of the planned rows; others are left alone, padding in the plan becomes zeros.
 
     Args:
         query: [tokens, H, D], heads dense; or the new tokens' projections.
         kv_layer: [pages, 2, page_size, K, D], contiguous; the new tokens' places are written with
             `NewToken`.
-        out_RHD: contiguous, at least num_rows.
+        first_layer: the plan was made by the kernel just before.
+        out_RHD: contiguous, at least the rows planned.
     """
     _, _, page_size, num_kv_heads, head_dim = kv_layer.shape
     group = out_RHD.shape[1] // num_kv_heads
     new = query if isinstance(query, NewToken) else None
     q = query.qkv if isinstance(query, NewToken) else query
-    normed = new is not None and new.q_norm is not None
-    _decode_kernel[(num_programs(num_rows, num_kv_heads, shape),)](
+    _decode_kernel[(len(cut.items) * num_kv_heads,)](
         q,
         kv_layer,
         page_table_SP,
-        row_slots_R,
-        row_starts_R,
-        row_lens_R,
-        row_offsets_R,
+        cut.items,
         out_RHD,
         *scratch,
         q if new is None else new.rope_RD,
         q if new is None or new.q_norm is None else new.q_norm,
         q if new is None or new.k_norm is None else new.k_norm,
-        row_slots_R if new is None else new.kv_slots_R,
+        cut.items if new is None else new.kv_slots_R,
         0.0 if new is None else new.eps,
         scale * _LOG2E,
         q.stride(0),
         page_table_SP.stride(0),
-        num_rows,
-        **_constants(num_rows, num_kv_heads, group, head_dim, page_size, shape),
-        WINDOW=window,
-        EXTEND=extend,
+        int(first_layer),
+        K=num_kv_heads,
+        G=group,
+        D=head_dim,
+        PAGE=page_size,
+        BLOCK=cut.shape.block,
+        BLOCK_G=max(8, triton.next_power_of_2(group)),
+        STAGES=cut.shape.stages,
         FUSED=new is not None,
-        NORM=normed,
+        NORM=new is not None and new.q_norm is not None,
         PDL=pdl,
-        num_warps=shape.warps,
+        FIELDS=FIELDS,
+        MAX_CHUNKS=MAX_CHUNKS,
+        FIRST=_FIRST_PROGRAMS,
+        BRING=_BRING,
+        ALIGNED=cut.window == 0,
+        num_warps=cut.shape.warps,
         launch_pdl=pdl,
     )
 
 
-def _constants(
-    num_rows: int, num_kv_heads: int, group: int, dim: int, page_size: int, shape: DecodeShape
-) -> dict[str, Any]:
-    return {
-        "K": num_kv_heads,
-        "G": group,
-        "D": dim,
-        "PAGE": page_size,
-        "EXTRA": triton.cdiv(shape.extra, num_kv_heads),
-        "MIN_CHUNK": shape.min_chunk,
-        "MAX_CHUNKS": _MAX_CHUNKS,
-        "BLOCK": shape.block,
-        "BLOCK_G": max(16, triton.next_power_of_2(group)),
-        "BLOCK_R": max(16, triton.next_power_of_2(num_rows)),
-        "STAGES": shape.stages,
-    }
-
-
-@triton.jit
-def _cut(
-    item, starts_ptr, lens_ptr, offsets_ptr, num_rows,
-    EXTRA: tl.constexpr, MIN_CHUNK: tl.constexpr, MAX_CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_R: tl.constexpr, WINDOW: tl.constexpr, EXTEND: tl.constexpr,
-):  # fmt: skip
-    """Cut all rows into chunks of one size, and say which chunk is number `item`.
-
-    Returns: row (num_rows or more: no such chunk), tokens [begin, stop) of the chunk, end of the
-    row's tokens, number of the row's first chunk, chunks of the row (padding: one of no tokens).
-    """
-    rows = tl.arange(0, BLOCK_R)
-    inside = rows < num_rows
-    lens = tl.load(lens_ptr + rows, mask=inside, other=0)
-    offsets = tl.load(offsets_ptr + rows, mask=inside, other=-1)
-    decodes = (lens == 1) & (offsets == rows)
-    ends = tl.where(decodes, tl.load(starts_ptr + rows, mask=inside, other=0) + 1, 0)
-    counts = ends
-    if WINDOW > 0:
-        counts = tl.minimum(counts, WINDOW)
-    # As many chunks in excess of one a row as there are extra programs.
-    chunk = tl.maximum(
-        (tl.sum(counts) + EXTRA - 1) // EXTRA, (tl.max(counts) + MAX_CHUNKS - 1) // MAX_CHUNKS
-    )
-    chunk = tl.maximum((chunk + BLOCK - 1) // BLOCK * BLOCK, MIN_CHUNK)
-    chunks = (counts + chunk - 1) // chunk
-    if not EXTEND:
-        chunks = tl.where(inside, tl.maximum(chunks, 1), 0)  # padding is written, too
-    upto = tl.cumsum(chunks)
-    row = tl.sum(tl.where(upto <= item, 1, 0))
-    here = rows == row
-    end = tl.sum(tl.where(here, ends, 0))
-    count = tl.sum(tl.where(here, counts, 0))
-    num_chunks = tl.sum(tl.where(here, chunks, 0))
-    first = tl.sum(tl.where(here, upto, 0)) - num_chunks
-    begin = end - count + (item - first) * chunk
-    return row, begin, tl.minimum(begin + chunk, end), end, first, num_chunks
-
-
 @triton.jit
 def _bring(
-    kv_ptr, table_row_ptr, head, begin, stop,
-    K: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
+    kv_ptr, table_row_ptr, head, begin, stop, K: tl.constexpr, D: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Bring the first tile of keys and values into the L2 cache."""
-    token = begin + tl.arange(0, BLOCK)
-    mask = token < stop
-    at = places(table_row_ptr, token, mask, head, K, D, PAGE)
-    for line in tl.static_range(0, D, 64):  # 128 bytes
-        prefetch(kv_ptr + at + line, mask)
-        prefetch(kv_ptr + at + PAGE * K * D + line, mask)
+    """Bring the first tiles of keys and values into the L2 cache."""
+    for i in tl.static_range(TILES):
+        first = begin // BLOCK * BLOCK + i * BLOCK
+        page = page_of(table_row_ptr, first, stop, PAGE, BLOCK)
+        at = places(page, first, head, K, D, PAGE, BLOCK)
+        mask = first + tl.arange(0, BLOCK) < stop
+        for line in tl.static_range(0, D, 64):  # 128 bytes
+            prefetch(kv_ptr + at + line, mask)
+            prefetch(kv_ptr + at + PAGE * K * D + line, mask)
 
 
 @triton.jit
 def _finish(
-    acc, high, total, out_ptr, partial_ptr, stats_ptr, counter_ptr, item, first, num_chunks, head,
+    acc, high, total, out_ptr, partial_ptr, stats_ptr, counter_ptr, place, first, num_chunks, head,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr,
     MAX_CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """Write a chunk's result: to `out_ptr` [G, D] if the row has no other, else to be joined."""
     g = tl.arange(0, BLOCK_G)
     d = tl.arange(0, D)
-    heads = (g < G)[:, None]
+    heads = (g < G)[None, :]
+    sums = tl.sum(total, 0)
     if num_chunks == 1:
-        y = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + g[:, None] * D + d[None, :], y, mask=heads)
+        y = (acc / sums[None, :]).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + g[None, :] * D + d[:, None], y, mask=heads)
     else:
-        at = (item * K + head) * G + g
-        tl.store(partial_ptr + at[:, None] * D + d[None, :], acc, mask=heads)
+        at = (place * K + head) * G + g
+        tl.store(partial_ptr + at[None, :] * D + d[:, None], acc, mask=heads)
         tl.store(stats_ptr + 2 * at, high, mask=g < G)
-        tl.store(stats_ptr + 2 * at + 1, total, mask=g < G)
+        tl.store(stats_ptr + 2 * at + 1, sums, mask=g < G)
         tl.debug_barrier()  # all threads' stores come before the release below
         if tl.atomic_add(counter_ptr, 1, sem="acq_rel") == num_chunks - 1:
             tl.debug_barrier()
@@ -256,64 +232,76 @@ def _finish(
             tl.store(counter_ptr, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_layer"])
 def _decode_kernel(
-    q_ptr, kv_ptr, table_ptr, slots_ptr, starts_ptr, lens_ptr, offsets_ptr, out_ptr,
-    partial_ptr, stats_ptr, counters_ptr, rope_ptr, q_norm_ptr, k_norm_ptr, kv_slots_ptr, eps,
-    scale, q_stride, table_stride, num_rows,
-    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, EXTRA: tl.constexpr,
-    MIN_CHUNK: tl.constexpr, MAX_CHUNKS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_G: tl.constexpr,
-    BLOCK_R: tl.constexpr, STAGES: tl.constexpr, WINDOW: tl.constexpr, EXTEND: tl.constexpr,
-    FUSED: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+    q_ptr, kv_ptr, table_ptr, items_ptr, out_ptr, partial_ptr, stats_ptr, counters_ptr,
+    rope_ptr, q_norm_ptr, k_norm_ptr, kv_slots_ptr, eps, scale, q_stride, table_stride,
+    first_layer,
+    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_G: tl.constexpr, STAGES: tl.constexpr, FUSED: tl.constexpr, NORM: tl.constexpr,
+    PDL: tl.constexpr, FIELDS: tl.constexpr, MAX_CHUNKS: tl.constexpr, FIRST: tl.constexpr,
+    BRING: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    item = tl.program_id(0) // K
     head = tl.program_id(0) % K
-    row, begin, stop, end, first, num_chunks = _cut(
-        item, starts_ptr, lens_ptr, offsets_ptr, num_rows,
-        EXTRA, MIN_CHUNK, MAX_CHUNKS, BLOCK, BLOCK_R, WINDOW, EXTEND,
-    )  # fmt: skip
-    is_item = row < num_rows
-    row = tl.minimum(row, num_rows - 1).to(tl.int64)
-    stop = tl.where(is_item, stop, begin)
-    table_row_ptr = table_ptr + tl.load(slots_ptr + row).to(tl.int64) * table_stride
-    kv_slot = 0
-    if FUSED:
-        kv_slot = tl.load(kv_slots_ptr + row).to(tl.int64)
+    item_ptr = items_ptr + tl.program_id(0) // K * FIELDS
+    if PDL:  # noqa: SIM102 (one is a constant)
+        if first_layer != 0:
+            gdc_wait()
+    row = tl.load(item_ptr).to(tl.int64)
+    slot = tl.load(item_ptr + 1).to(tl.int64)
+    begin = tl.load(item_ptr + 2)
+    stop = tl.load(item_ptr + 3)
+    end = tl.load(item_ptr + 4)
+    place = tl.load(item_ptr + 5)
+    first = tl.load(item_ptr + 6)
+    num_chunks = tl.load(item_ptr + 7)
+    table_row_ptr = table_ptr + slot * table_stride
     if PDL:
-        _bring(kv_ptr, table_row_ptr, head, begin, stop, K, D, PAGE, BLOCK)
+        if (tl.program_id(0) < FIRST) & (row >= 0):
+            _bring(kv_ptr, table_row_ptr, head, begin, stop, K, D, PAGE, BLOCK, BRING)
         gdc_wait()
         gdc_launch_dependents()
     out_row_ptr = out_ptr + (row * K + head) * G * D
     g = tl.arange(0, BLOCK_G)
     heads = (g < G)[:, None]
-    if is_item & (end > 0):
+    if (row >= 0) & (end > 0):
         q_row_ptr = q_ptr + row * q_stride
-        q_at = q_row_ptr + (head * G + g)[:, None] * D + tl.arange(0, D // 2)[None, :]
-        rope_row_ptr = rope_ptr + row * D
-        dtype = kv_ptr.dtype.element_ty
+        half = tl.arange(0, D // 2)[None, :]
+        q_low, q_high = halves(q_row_ptr + (head * G + g)[:, None] * D + half, heads, D)
+        high = tl.full([BLOCK_G], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK, BLOCK_G], tl.float32)
+        acc = tl.zeros([D, BLOCK_G], tl.float32)
         if FUSED:
-            q_low, q_high = rotated(q_at, rope_row_ptr, q_norm_ptr, heads, eps, D, NORM)
-            q_low, q_high = q_low.to(dtype), q_high.to(dtype)
-        else:
-            q_low = tl.load(q_at, mask=heads, other=0.0)
-            q_high = tl.load(q_at + D // 2, mask=heads, other=0.0)
-        acc, high, total = attend(
-            q_low, q_high, kv_ptr, table_row_ptr, head, begin,
-            tl.minimum(stop, end - 1) if FUSED else stop, scale,
-            K, D, PAGE, BLOCK, BLOCK_G, STAGES,
-        )  # fmt: skip
-        if FUSED:  # noqa: SIM102 (one is a constant)
+            # All loads first: each that waits for another costs as much as a tile.
+            k_ptr = q_row_ptr + (K * G + head) * D
+            k_low, k_high = halves(k_ptr + half, half < D, D)
+            v = tl.load(k_ptr + K * D + tl.arange(0, D))
+            kv_slot = tl.load(kv_slots_ptr + row).to(tl.int64)
+            cos, sin = halves(rope_ptr + row * D + half, half < D, D)
+            q_low_w, q_high_w = halves(q_norm_ptr + half, half < D, D)
+            k_low_w, k_high_w = halves(k_norm_ptr + half, half < D, D)
+            dtype = kv_ptr.dtype.element_ty
+            low, high_half = rotated(q_low, q_high, q_low_w, q_high_w, cos, sin, eps, D, NORM)
+            q_low, q_high = low.to(dtype), high_half.to(dtype)
             if stop == end:
-                place = (kv_slot // PAGE * 2 * PAGE + kv_slot % PAGE) * K + head
-                acc, high, total = add_new(
-                    acc, high, total, q_low, q_high, q_row_ptr, rope_row_ptr, k_norm_ptr,
-                    kv_ptr, place, head, eps, scale, K, G, D, PAGE, NORM,
+                key_low, key_high = rotated(
+                    k_low, k_high, k_low_w, k_high_w, cos, sin, eps, D, NORM
                 )  # fmt: skip
+                kv_place = (kv_slot // PAGE * 2 * PAGE + kv_slot % PAGE) * K + head
+                acc, high, total = begin_new(
+                    q_low, q_high, key_low.to(dtype), key_high.to(dtype), v, kv_ptr, kv_place,
+                    scale, K, D, PAGE, BLOCK, BLOCK_G,
+                )  # fmt: skip
+                stop = end - 1
+        acc, high, total = attend(
+            acc, high, total, tl.trans(q_low), tl.trans(q_high), kv_ptr, table_row_ptr, head,
+            begin, stop, scale, K, D, PAGE, BLOCK, STAGES, ALIGNED,
+        )  # fmt: skip
         _finish(
             acc, high, total, out_row_ptr, partial_ptr, stats_ptr, counters_ptr + row * K + head,
-            item, first, num_chunks, head, K, G, D, BLOCK_G, MAX_CHUNKS,
+            place, first, num_chunks, head, K, G, D, BLOCK_G, MAX_CHUNKS,
         )  # fmt: skip
-    elif is_item:
+    elif row >= 0:
         d = tl.arange(0, D)
         zeros = tl.zeros([BLOCK_G, D], out_ptr.dtype.element_ty)
         tl.store(out_row_ptr + g[:, None] * D + d[None, :], zeros, mask=heads)

@@ -30,8 +30,8 @@ def heads(
 ) -> None:
     """Norm and rotate query and key heads; queries to `q_THD`, keys and values to their pages."""
     num_tokens = qkv.shape[0]
-    block = 4  # heads of a program
     total = num_heads + 2 * num_kv_heads
+    block = 4 if num_tokens <= 256 else 8  # heads of a program
     _heads_kernel[(num_tokens, triton.cdiv(total, block))](
         qkv,
         rope_TD,
