@@ -42,17 +42,20 @@ def page_of(
 
 
 @triton.jit
-def places(
+def place(
     page, first, head, K: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Offsets of a tile's keys for a kv head in the layer, [B]; values are PAGE * K * D further."""
+    """Where a tile's keys for a kv head begin in the layer, and what to add for each of its tokens,
+    [B]. Values are PAGE * K * D further.
+    """
     tile = tl.arange(0, BLOCK)
     if PAGE % BLOCK == 0:
-        base = page.to(tl.int64) * (2 * PAGE * K * D) + (first % PAGE) * (K * D) + head * D
-        return base + tile * (K * D)
+        # One number of 64 bits a tile, and offsets that never change.
+        begin = page.to(tl.int64) * (2 * PAGE * K * D) + (first % PAGE) * (K * D) + head * D
+        return begin, tile * (K * D)
     else:
-        base = page.to(tl.int64) * (2 * PAGE * K * D)
-        return base + (first + tile) % PAGE * (K * D) + head * D
+        at = page.to(tl.int64) * (2 * PAGE * K * D) + (first + tile) % PAGE * (K * D)
+        return (head * D).to(tl.int64), at
 
 
 @triton.jit
@@ -74,16 +77,17 @@ def attend(
     # A tile's page is read a tile ahead, so that its keys need not wait for it.
     page = page_of(table_row_ptr, start, stop, PAGE, BLOCK)
     for t in tl.range(start, stop, BLOCK, num_stages=STAGES):
-        at = places(page, t, head, K, D, PAGE, BLOCK)
+        at, tokens = place(page, t, head, K, D, PAGE, BLOCK)
         page = page_of(table_row_ptr, t + BLOCK, stop, PAGE, BLOCK)
         token = t + tl.arange(0, BLOCK)
         mask = token < stop
         if not ALIGNED:
             mask = mask & (token >= begin)
-        k_low = tl.load(kv_ptr + at[:, None] + half[None, :])
-        k_high = tl.load(kv_ptr + at[:, None] + D // 2 + half[None, :])
+        k_ptr = kv_ptr + at
+        k_low = tl.load(k_ptr + (tokens[:, None] + half[None, :]))
+        k_high = tl.load(k_ptr + D // 2 + (tokens[:, None] + half[None, :]))
         # What lies behind a row's last token may be anything, and 0 * NaN is NaN.
-        v_ptr = kv_ptr + at[None, :] + PAGE * K * D + d[:, None]
+        v_ptr = k_ptr + PAGE * K * D + (tokens[None, :] + d[:, None])
         v = tl.load(v_ptr, mask=mask[None, :], other=0.0)
         s = tl.dot(k_low, q_low)
         s = tl.dot(k_high, q_high, s) * scale
@@ -116,10 +120,20 @@ def rotated(low, high, low_weight, high_weight, cos, sin, eps, D: tl.constexpr, 
 
 
 @triton.jit
+def padded(x, ROWS: tl.constexpr):
+    """The rows of x [G, N] over and over, [ROWS, N]."""
+    if x.shape[0] == ROWS:
+        return x
+    else:
+        size: tl.constexpr = [ROWS // x.shape[0], x.shape[0], x.shape[1]]
+        return tl.reshape(tl.broadcast_to(x[None], size), [ROWS, x.shape[1]])
+
+
+@triton.jit
 def begin_new(
     q_low, q_high, k_low, k_high, v, kv_ptr, place, scale,
     K: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_G: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
     """Write the new token's key and value to the cache; attention to it: acc, high, total."""
     half = tl.arange(0, D // 2)
@@ -127,11 +141,13 @@ def begin_new(
     tl.store(key_ptr + half[None, :], k_low)
     tl.store(key_ptr + D // 2 + half[None, :], k_high)
     tl.store(key_ptr + PAGE * K * D + tl.arange(0, D), v)
-    s = tl.sum(q_low.to(tl.float32) * k_low.to(tl.float32), 1)
-    s = (s + tl.sum(q_high.to(tl.float32) * k_high.to(tl.float32), 1)) * scale
-    acc = tl.broadcast_to(v.to(tl.float32)[:, None], [D, BLOCK_G])
+    products = q_low.to(tl.float32) * k_low.to(tl.float32)
+    products += q_high.to(tl.float32) * k_high.to(tl.float32)
+    s = tl.sum(products, 1, keep_dims=True) * scale
+    acc = tl.broadcast_to(v.to(tl.float32)[:, None], [D, BLOCK_Q])
     at_first = (tl.arange(0, BLOCK) == 0)[:, None]
-    return acc, s, tl.broadcast_to(tl.where(at_first, 1.0, 0.0), [BLOCK, BLOCK_G])
+    total = tl.broadcast_to(tl.where(at_first, 1.0, 0.0), [BLOCK, BLOCK_Q])
+    return acc, tl.reshape(padded(s, BLOCK_Q), [BLOCK_Q]), total
 
 
 @triton.jit

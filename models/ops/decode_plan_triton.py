@@ -1,8 +1,8 @@
 """How the rows of a decode step are cut into pieces of work for the decode kernel, on the device.
 
-All rows are cut into chunks of one size, chosen so that there are a given number of chunks beyond
-one a row. Full chunks come first and rests of rows last, so that the programs that start last are
-short. Done once a step, by its first layer; every layer's kernel reads the result.
+Rows are cut into chunks of about one size, chosen so that there are a given number of chunks beyond
+one a row; those of a row are equal. Large chunks come first, so that the programs that start last
+are short. Done once a step, by its first layer; every layer's kernel reads the result.
 
 Knows nothing of torch.library. Importing it needs Triton.
 
@@ -83,35 +83,36 @@ def _plan_kernel(
         (tl.sum(counts) + extra - 1) // extra, (tl.max(counts) + MAX_CHUNKS - 1) // MAX_CHUNKS
     )
     chunk = tl.maximum((chunk + BLOCK - 1) // BLOCK * BLOCK, min_chunk)
-    full = counts // chunk
-    rest = counts - full * chunk
-    has_rest = rest > 0
+    chunks = tl.maximum((counts + chunk - 1) // chunk, 1)
+    size = tl.maximum(((counts + chunks - 1) // chunks + BLOCK - 1) // BLOCK, 1) * BLOCK
+    chunks = (counts + size - 1) // size
     if not EXTEND:
-        has_rest = inside & (has_rest | (counts == 0))  # padding is written, too
-    chunks = full + has_rest.to(tl.int32)
-    full_upto = tl.cumsum(full)
-    rest_upto = tl.cumsum(has_rest.to(tl.int32))
-    upto = tl.cumsum(chunks)
-    num_full = tl.sum(full)
-    is_full = item < num_full
-    # The row whose chunks end beyond the item.
-    row = tl.sum(tl.where(is_full, full_upto <= item, rest_upto <= item - num_full).to(tl.int32))
-    here = rows == row
+        chunks = tl.where(inside, tl.maximum(chunks, 1), 0)  # padding is written, too
+    # Where each row's items begin: rows by the quarter of `chunk` that their size is in.
+    quarter = tl.minimum(size * 4 // chunk, 3)
+    start = tl.zeros([BLOCK_R], tl.int32)
+    before = 0
+    for i in tl.static_range(4):
+        some = tl.where(quarter == 3 - i, chunks, 0)
+        start = tl.where(quarter == 3 - i, before + tl.cumsum(some) - some, start)
+        before += tl.sum(some)
+    here = (start <= item) & (item < start + chunks)
+    row = tl.sum(tl.where(here, rows, 0)) + tl.where(item < before, 0, num_rows)
     end = tl.sum(tl.where(here, ends, 0))
     count = tl.sum(tl.where(here, counts, 0))
     num_chunks = tl.sum(tl.where(here, chunks, 0))
-    first = tl.sum(tl.where(here, upto, 0)) - num_chunks
-    row_full = tl.sum(tl.where(here, full, 0))
-    index = tl.where(is_full, item - tl.sum(tl.where(here, full_upto - full, 0)), row_full)
-    begin = end - count + index * chunk
+    first = tl.sum(tl.where(here, start, 0))
+    size = tl.sum(tl.where(here, size, 0))
+    begin = end - count + (item - first) * size
+    stop = tl.minimum(begin + size, end)
     is_item = row < num_rows
     slot = tl.load(slots_ptr + row, mask=is_item, other=0)
     item_ptr = items_ptr + item * FIELDS
     tl.store(item_ptr, tl.where(is_item, row, -1))
     tl.store(item_ptr + 1, slot)
     tl.store(item_ptr + 2, begin)
-    tl.store(item_ptr + 3, tl.minimum(begin + chunk, end))
+    tl.store(item_ptr + 3, stop)
     tl.store(item_ptr + 4, end)
-    tl.store(item_ptr + 5, first + index)
+    tl.store(item_ptr + 5, item)
     tl.store(item_ptr + 6, first)
     tl.store(item_ptr + 7, num_chunks)

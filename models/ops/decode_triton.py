@@ -34,8 +34,9 @@ from models.ops.attend_triton import (
     begin_new,
     halves,
     join,
+    padded,
     page_of,
-    places,
+    place,
     prefetch,
     rotated,
 )
@@ -43,7 +44,7 @@ from models.ops.decode_plan_triton import FIELDS, MAX_CHUNKS, plan_items
 
 _LOG2E = 1.4426950408889634
 _FIRST_PROGRAMS = 1056  # about what can start while the kernel before still runs
-_BRING = 4  # tiles that each of them brings into the L2 cache
+_BRING = 1  # tiles that each of them brings into the L2 cache
 
 
 class DecodeShape(NamedTuple):
@@ -173,7 +174,8 @@ def decode(
         D=head_dim,
         PAGE=page_size,
         BLOCK=cut.shape.block,
-        BLOCK_G=max(8, triton.next_power_of_2(group)),
+        BLOCK_G=triton.next_power_of_2(group),
+        BLOCK_Q=max(8, triton.next_power_of_2(group)),
         STAGES=cut.shape.stages,
         FUSED=new is not None,
         NORM=new is not None and new.q_norm is not None,
@@ -197,29 +199,29 @@ def _bring(
     for i in tl.static_range(TILES):
         first = begin // BLOCK * BLOCK + i * BLOCK
         page = page_of(table_row_ptr, first, stop, PAGE, BLOCK)
-        at = places(page, first, head, K, D, PAGE, BLOCK)
+        at, tokens = place(page, first, head, K, D, PAGE, BLOCK)
         mask = first + tl.arange(0, BLOCK) < stop
         for line in tl.static_range(0, D, 64):  # 128 bytes
-            prefetch(kv_ptr + at + line, mask)
-            prefetch(kv_ptr + at + PAGE * K * D + line, mask)
+            prefetch(kv_ptr + at + line + tokens, mask)
+            prefetch(kv_ptr + at + PAGE * K * D + line + tokens, mask)
 
 
 @triton.jit
 def _finish(
-    acc, high, total, out_ptr, partial_ptr, stats_ptr, counter_ptr, place, first, num_chunks, head,
-    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr,
+    acc, high, total, out_ptr, partial_ptr, stats_ptr, counter_ptr, index, first, num_chunks, head,
+    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr,
     MAX_CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """Write a chunk's result: to `out_ptr` [G, D] if the row has no other, else to be joined."""
-    g = tl.arange(0, BLOCK_G)
+    g = tl.arange(0, BLOCK_Q)
     d = tl.arange(0, D)
     heads = (g < G)[None, :]
     sums = tl.sum(total, 0)
     if num_chunks == 1:
-        y = (acc / sums[None, :]).to(out_ptr.dtype.element_ty)
+        y = (acc * (1.0 / sums)[None, :]).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + g[None, :] * D + d[:, None], y, mask=heads)
     else:
-        at = (place * K + head) * G + g
+        at = (index * K + head) * G + g
         tl.store(partial_ptr + at[None, :] * D + d[:, None], acc, mask=heads)
         tl.store(stats_ptr + 2 * at, high, mask=g < G)
         tl.store(stats_ptr + 2 * at + 1, sums, mask=g < G)
@@ -238,9 +240,9 @@ def _decode_kernel(
     rope_ptr, q_norm_ptr, k_norm_ptr, kv_slots_ptr, eps, scale, q_stride, table_stride,
     first_layer,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_G: tl.constexpr, STAGES: tl.constexpr, FUSED: tl.constexpr, NORM: tl.constexpr,
-    PDL: tl.constexpr, FIELDS: tl.constexpr, MAX_CHUNKS: tl.constexpr, FIRST: tl.constexpr,
-    BRING: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_Q: tl.constexpr, STAGES: tl.constexpr, FUSED: tl.constexpr,
+    NORM: tl.constexpr, PDL: tl.constexpr, FIELDS: tl.constexpr, MAX_CHUNKS: tl.constexpr,
+    FIRST: tl.constexpr, BRING: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0) % K
     item_ptr = items_ptr + tl.program_id(0) // K * FIELDS
@@ -252,7 +254,7 @@ def _decode_kernel(
     begin = tl.load(item_ptr + 2)
     stop = tl.load(item_ptr + 3)
     end = tl.load(item_ptr + 4)
-    place = tl.load(item_ptr + 5)
+    index = tl.load(item_ptr + 5)
     first = tl.load(item_ptr + 6)
     num_chunks = tl.load(item_ptr + 7)
     table_row_ptr = table_ptr + slot * table_stride
@@ -262,15 +264,14 @@ def _decode_kernel(
         gdc_wait()
         gdc_launch_dependents()
     out_row_ptr = out_ptr + (row * K + head) * G * D
-    g = tl.arange(0, BLOCK_G)
-    heads = (g < G)[:, None]
+    g = tl.arange(0, BLOCK_G)[:, None]
     if (row >= 0) & (end > 0):
         q_row_ptr = q_ptr + row * q_stride
         half = tl.arange(0, D // 2)[None, :]
-        q_low, q_high = halves(q_row_ptr + (head * G + g)[:, None] * D + half, heads, D)
-        high = tl.full([BLOCK_G], float("-inf"), tl.float32)
-        total = tl.zeros([BLOCK, BLOCK_G], tl.float32)
-        acc = tl.zeros([D, BLOCK_G], tl.float32)
+        q_low, q_high = halves(q_row_ptr + (head * G + g) * D + half, g < G, D)
+        high = tl.full([BLOCK_Q], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK, BLOCK_Q], tl.float32)
+        acc = tl.zeros([D, BLOCK_Q], tl.float32)
         if FUSED:
             # All loads first: each that waits for another costs as much as a tile.
             k_ptr = q_row_ptr + (K * G + head) * D
@@ -290,18 +291,17 @@ def _decode_kernel(
                 kv_place = (kv_slot // PAGE * 2 * PAGE + kv_slot % PAGE) * K + head
                 acc, high, total = begin_new(
                     q_low, q_high, key_low.to(dtype), key_high.to(dtype), v, kv_ptr, kv_place,
-                    scale, K, D, PAGE, BLOCK, BLOCK_G,
+                    scale, K, D, PAGE, BLOCK, BLOCK_Q,
                 )  # fmt: skip
                 stop = end - 1
         acc, high, total = attend(
-            acc, high, total, tl.trans(q_low), tl.trans(q_high), kv_ptr, table_row_ptr, head,
-            begin, stop, scale, K, D, PAGE, BLOCK, STAGES, ALIGNED,
+            acc, high, total, tl.trans(padded(q_low, BLOCK_Q)), tl.trans(padded(q_high, BLOCK_Q)),
+            kv_ptr, table_row_ptr, head, begin, stop, scale, K, D, PAGE, BLOCK, STAGES, ALIGNED,
         )  # fmt: skip
         _finish(
             acc, high, total, out_row_ptr, partial_ptr, stats_ptr, counters_ptr + row * K + head,
-            place, first, num_chunks, head, K, G, D, BLOCK_G, MAX_CHUNKS,
+            index, first, num_chunks, head, K, G, D, BLOCK_Q, MAX_CHUNKS,
         )  # fmt: skip
     elif row >= 0:
-        d = tl.arange(0, D)
         zeros = tl.zeros([BLOCK_G, D], out_ptr.dtype.element_ty)
-        tl.store(out_row_ptr + g[:, None] * D + d[None, :], zeros, mask=heads)
+        tl.store(out_row_ptr + g * D + tl.arange(0, D)[None, :], zeros, mask=g < G)
