@@ -94,10 +94,16 @@ class NewToken(NamedTuple):
 
 
 def decode_shape(num_rows: int, num_kv_heads: int) -> DecodeShape:
-    """How to cut `num_rows` rows of lengths unknown on the host."""
-    if num_rows * num_kv_heads <= 64:
-        return DecodeShape(triton.cdiv(256, num_kv_heads))
-    return DecodeShape(triton.cdiv(2048, num_kv_heads))
+    """How to cut `num_rows` rows of lengths unknown on the host; measured on an H200."""
+    rows = num_rows * num_kv_heads
+    if rows <= 64:
+        return DecodeShape(triton.cdiv(256, num_kv_heads), min_chunk=32)
+    if rows <= 192:
+        return DecodeShape(triton.cdiv(512, num_kv_heads))
+    if rows < 512:
+        return DecodeShape(triton.cdiv(1024, num_kv_heads))
+    # So many rows fill the GPU by themselves; those of a few hundred tokens stay whole.
+    return DecodeShape(triton.cdiv(2048, num_kv_heads), min_chunk=128)
 
 
 class Cut(NamedTuple):

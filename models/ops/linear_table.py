@@ -49,7 +49,6 @@ TABLE: dict[tuple[int, int, bool], tuple[tuple[int, Choice | None], ...]] = {
         (16, Choice(32, 128, 4, 4)),
         (32, Choice(64, 64, 4, 5)),
         (64, Choice(64, 128, 4, 4, 8)),
-        (256, Choice(64, 128, 2, 3)),
     ),
     (3072, 1024, True): (_GEMV, (64, Choice(64, 128, 1, 4, 4, 0))),
     (1024, 3072, False): (
@@ -57,8 +56,6 @@ TABLE: dict[tuple[int, int, bool], tuple[tuple[int, Choice | None], ...]] = {
         (16, Choice(64, 128, 4, 4)),
         (32, Choice(32, 128, 4, 4)),
         (64, Choice(64, 128, 4, 4, 8)),
-        (128, Choice(64, 128, 4, 3)),
-        (256, Choice(64, 64, 4, 5, block_m=128)),
     ),
 }
 
