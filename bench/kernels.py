@@ -285,10 +285,11 @@ def attention_variants(
     yield "fa3", None, 1
     for multiple in (1, 2, 4, 8):
         yield "xqa", None, multiple
-    tiles = ((64, 64, 3, 4), (64, 64, 2, 4), (128, 64, 3, 4), (64, 32, 3, 4), (64, 32, 4, 2))
-    for extra in (32, 64, 128, 256):
-        for tile in tiles:
-            yield "triton", decode_triton.DecodeShape(extra, *tile), 1
+    most = decode_triton.decode_shape(len(case.batch.row_lens), case.shape.num_kv_heads).extra
+    tiles = ((16, 3, 1), (16, 4, 1), (16, 5, 1), (16, 3, 2), (32, 3, 1))
+    for extra in (most // 4, most // 2, most):
+        for min_chunk, tile in itertools.product((32, 64, 128), tiles):
+            yield "triton", decode_triton.DecodeShape(extra, min_chunk, *tile), 1
 
 
 def time_attention(case: Case, top: int, kernels: Sequence[str], compile_only: bool) -> None:

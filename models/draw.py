@@ -32,6 +32,7 @@ _MAX_CHUNK = 1024
 _MIN_CHUNK = 128
 
 
+@torch.library.custom_op("fullgraph::draw", mutates_args=(), device_types="cpu")
 def draw(
     logits_LV: Tensor,
     threshold_L: Tensor,
@@ -50,25 +51,9 @@ def draw(
 
     Returns:
         ids int64 [L], and bool [L] whether the row's logits allow a draw.
-    """
-    drawn: tuple[Tensor, Tensor] = draw_op(
-        logits_LV, threshold_L, temperature_L, seed_lo_L, seed_hi_L, positions_L
-    )
-    return drawn
 
-
-@torch.library.custom_op("fullgraph::draw", mutates_args=(), device_types="cpu")
-def draw_op(
-    logits_LV: Tensor,
-    threshold_L: Tensor,
-    temperature_L: Tensor,
-    seed_lo_L: Tensor,
-    seed_hi_L: Tensor,
-    positions_L: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """`draw`, opaque to the compiler, which would take half a minute to make loops of the hash.
-
-    On a CPU noise is made for the rows that are not greedy only.
+    Opaque to the compiler, which would take half a minute to make loops of the hash. On a CPU noise
+    is made for the rows that are not greedy only.
     """
     tops_L, ids_L = logits_LV.max(dim=1)
     sampled = (temperature_L >= MIN_TEMPERATURE).nonzero().squeeze(1)
@@ -78,7 +63,7 @@ def draw_op(
     return ids_L, tops_L.float().abs() < math.inf
 
 
-@draw_op.register_fake
+@draw.register_fake
 def _(
     logits_LV: Tensor,
     threshold_L: Tensor,
@@ -92,7 +77,7 @@ def _(
     return ids_L, logits_LV.new_empty((num_rows,), dtype=torch.bool)
 
 
-@draw_op.register_kernel("cuda")
+@draw.register_kernel("cuda")
 def _(
     logits_LV: Tensor,
     threshold_L: Tensor,

@@ -26,9 +26,9 @@ MAX_FILE_LINES = 400
 MAX_TEST_FILE_LINES = 600
 # Of the three packages together; counted without docstrings and comments, lest they be saved on.
 # 9,000 was the plan; kernels of our own, the compile cache with export and import, and OpenAI's
-# protocol to its corners, compile processes, ranks, mixtures of experts and the trial that sizes
-# the KV pages took the rest.
-MAX_CODE_LINES = 15000
+# protocol to its corners, compile processes, ranks, mixtures of experts, the trial that sizes the
+# KV pages, the plan of decode attention and the draw on a GPU took the rest.
+MAX_CODE_LINES = 15200
 
 # Importer -> what it may not reach, by any chain of imports of ours. A name stands for the module
 # and all below it.
