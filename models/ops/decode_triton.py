@@ -156,11 +156,7 @@ def decode(
         out_RHD: contiguous, at least the rows planned.
     """
     _, _, page_size, num_kv_heads, head_dim = kv_layer.shape
-    num_heads = out_RHD.shape[1]
-    group = num_heads // num_kv_heads
-    assert len(cut.items) * num_heads * 2 <= len(scratch.stats), (
-        "more pieces than there is room for"
-    )
+    group = out_RHD.shape[1] // num_kv_heads
     new = query if isinstance(query, NewToken) else None
     q = query.qkv if isinstance(query, NewToken) else query
     _decode_kernel[(len(cut.items) * num_kv_heads,)](
