@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 
 import msgspec
 import zmq
@@ -68,13 +69,13 @@ class HollowEngine:
         return StepOutput(ids, tokens, finished)
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run until Shutdown."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--address", required=True)
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--config")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     die_with_parent(args.parent)
     options = json.loads(os.environ[VARIABLE])
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
