@@ -29,7 +29,8 @@ def listener(*, src, cache_hit, **_):
         misses.append(src.name)
 triton.knobs.compilation.listener = listener
 with LLM(sys.argv[1], sys.argv[2:]) as llm:
-    (plain,) = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4, temperature=0, ignore_eos=True))
+    params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+    (plain,) = llm.generate([[1, 2, 3]], params)
     params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, logprobs=2)
     (full,) = llm.generate([[1, 2, 3]], params)
     assert full.token_ids == plain.token_ids
