@@ -90,20 +90,20 @@ class StepPlan:
         return min(count, self.tokens_left)
 
     def fill_bucket(self, count: int) -> int:
-        """`count` tokens more; fewer, and no others after them, where those would leave more than a
-        quarter of what the next bucket adds to the one before empty: padding costs what tokens do.
+        """`count` tokens more; fewer, and no others after them, where so many would be padded by
+        more than a quarter of the step's budget: padding costs what tokens do.
         """
         used = self.limits.max_step_tokens - self.tokens_left
-        below, above = 0, used + count
+        below = 0
         for bucket in self.limits.token_buckets:
-            if bucket >= above:
-                above = bucket
-                break
+            if bucket >= used + count:
+                padding = bucket - used - count
+                if below - used < MIN_CHUNK_TOKENS or 4 * padding <= self.limits.step_budget:
+                    break
+                self.tokens_left = below - used
+                return self.tokens_left
             below = bucket
-        if below - used < MIN_CHUNK_TOKENS or 4 * (used + count - below) > 3 * (above - below):
-            return count
-        self.tokens_left = below - used
-        return self.tokens_left
+        return count
 
     def add_updates(self, slots: I32, columns: I32, pages: I32) -> None:
         self.updates.append((slots, columns, pages))

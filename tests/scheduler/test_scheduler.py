@@ -131,7 +131,7 @@ def test_the_cost_budget_makes_later_chunks_shorter() -> None:
     assert sum(lens) == 300
 
 
-def test_a_chunk_that_ends_nothing_leaves_no_bucket_half_empty() -> None:
+def test_a_chunk_that_ends_nothing_is_not_padded_by_much() -> None:
     limits = make_limits(
         max_step_tokens=256,
         max_model_len=512,
@@ -150,7 +150,7 @@ def test_a_chunk_that_ends_nothing_leaves_no_bucket_half_empty() -> None:
     simulation.check_outputs()
 
 
-def test_a_chunk_that_fills_most_of_a_bucket_is_not_cut() -> None:
+def test_a_chunk_with_little_padding_is_not_cut() -> None:
     limits = make_limits(
         max_step_tokens=256,
         max_model_len=512,
