@@ -158,10 +158,9 @@ def report(all_parts: Sequence[Part], folder: Path, ends: Sequence[str], results
                 if isinstance(rows, list) and rows and isinstance(rows[0], dict):
                     print(table(rows))
         else:
-            if not (folder / f"{part.name}.log").is_file():
-                continue
-            log = (folder / f"{part.name}.log").read_text(errors="replace").splitlines()
-            lines = [line for line in log if "Writing model" not in line]
+            log = folder / f"{part.name}.log"
+            text = log.read_text(errors="replace") if log.is_file() else "not run"
+            lines = [line for line in text.splitlines() if "Writing model" not in line]
             if part.words[0] != "fill" or "rror" in "".join(lines):
                 print("\n".join(line[:200] for line in lines[-15:]))
     print("\n".join(["", *ends, str(save("tensor_parallel", found, results))]))

@@ -151,7 +151,7 @@ def judge(model: Any, prompts: Sequence[list[int]], ids: Sequence[list[int]]) ->
 
 def fill(shape: Sequence[str], tp: int, all_reduce: str, cache: str) -> dict[str, Any]:
     """Compile what later parts load; few pages, for others run beside."""
-    few = ["kv.num_pages=300", *(["compile.workers=4"] if tp == 1 else [])]
+    few = ["kv.num_pages=300", "compile.workers=4"]
     config = load_config(Path(CONFIG), [*settings(shape, tp, all_reduce, cache), *few])
     begin = time.perf_counter()
     engine = start_engine(config, lambda *_: None)

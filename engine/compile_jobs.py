@@ -8,10 +8,11 @@ Triton builds our own kernels for their sizes. Knows nothing of torch or of how 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.resolve import ResolvedConfig
 from engine.scheduler.batch import Kind, Variant
+from engine.world import ranks_here
 
 VARIANTS: tuple[Variant, ...] = ("plain", "full")
 # Decode buckets a process builds kernels for: each size may have a kernel of its own.
@@ -27,6 +28,7 @@ class CompileJob:
         kind, variant: of the step.
         buckets: sizes to run, in order; the first is what the compile is specialised for.
         compiled: False: the step runs uncompiled, for its own kernels' sake.
+        gpu: number of the GPU, which compiled code has in it; 0 on a CPU.
     """
 
     name: str
@@ -34,10 +36,24 @@ class CompileJob:
     variant: Variant
     buckets: tuple[int, ...]
     compiled: bool = True
+    gpu: int = 0
 
 
 def compile_jobs(config: ResolvedConfig, variants: Sequence[Variant]) -> list[list[CompileJob]]:
-    """Groups of jobs; those of a group are for one process, one after the other."""
+    """Groups of jobs; those of a group are for one process, one after the other.
+
+    With several ranks: what all ranks of this host need, which differ in their GPU alone.
+    """
+    groups = _jobs_of_one(config, variants)
+    gpus = ranks_here(config.parallel.tp) if config.device == "cuda" else 1
+    return groups + [
+        [replace(job, name=f"{job.name} cuda{gpu}", gpu=gpu) for job in group]
+        for gpu in range(1, gpus)
+        for group in groups
+    ]
+
+
+def _jobs_of_one(config: ResolvedConfig, variants: Sequence[Variant]) -> list[list[CompileJob]]:
     options = config.compile
     if options.backend == "eager":
         return []

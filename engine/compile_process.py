@@ -12,13 +12,16 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib
 import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from compile_cache import Job, Session, run_jobs
 from engine.artefacts import Prepared, open_cache, prepare
@@ -27,9 +30,11 @@ from engine.config import EngineConfig
 from engine.graph_programs import StepTensors
 from engine.graph_runner import GraphRunner
 from engine.parent_guard import die_with_parent
+from engine.resolve import ResolvedConfig
 from engine.step_compiler import build_runner
 from engine.worker import configure_threads, kv_pages, step_state
 from models.inputs import TensorParallel
+from models.ops import symmetric
 from models.weights import hollow_params
 
 # Pages of a hollow engine: the number is symbolic in whatever is compiled.
@@ -66,34 +71,59 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Hollow:
-    """Runners over parameters without values."""
+    """A runner over parameters without values, for one GPU, compiled or not; another one where the
+    next job needs it.
+    """
 
     def __init__(self, prepared: Prepared, session: Session) -> None:
-        config, model, tp = prepared.config, prepared.model, TensorParallel()
+        self._prepared, self._session = prepared, session
+        self._tp = _pretended_ranks(prepared.config)
+        self._runner: GraphRunner | None = None
+        self._kind: tuple[int, bool] | None = None
+        configure_threads(prepared.config)
+
+    def run(self, job: CompileJob) -> None:
+        """Do one job."""
+        if self._runner is None or self._kind != (job.gpu, job.compiled):
+            self.close()  # two runners would share what is the process's own
+            self._runner, self._kind = self._build(job), (job.gpu, job.compiled)
+        for size in job.buckets:
+            self._runner.warm_bucket(job.kind, size, job.variant)
+
+    def close(self) -> None:
+        """Free the runner."""
+        if self._runner is not None:
+            self._runner.close()
+            self._runner = None
+
+    def _build(self, job: CompileJob) -> GraphRunner:
+        config, model, tp = self._prepared.config, self._prepared.model, self._tp
         device = torch.device(config.device)
-        configure_threads(config)
+        if device.type == "cuda":
+            torch.cuda.set_device(job.gpu)
+            device = torch.device("cuda", job.gpu)
         dtype: torch.dtype = getattr(torch, config.model.dtype)
         params = hollow_params(model, tp, dtype, device, config.model.max_model_len)
         pages = kv_pages(config, model, tp, _PAGES, dtype, device)
         tensors = StepTensors(params, pages, *step_state(config, model, device))
-        self._build: Callable[[bool], GraphRunner] = lambda compiled: build_runner(
-            config, model, tp, tensors, device, session, compiles=compiled, records=False
+        session, compiles = self._session, job.compiled
+        return build_runner(
+            config, model, tp, tensors, device, session, compiles=compiles, records=False
         )
-        self._runners: dict[bool, GraphRunner] = {}
 
-    def run(self, job: CompileJob) -> None:
-        """Do one job."""
-        if job.compiled not in self._runners:
-            self.close()  # the two kinds of runner share what is the process's own
-            self._runners[job.compiled] = self._build(job.compiled)
-        for size in job.buckets:
-            self._runners[job.compiled].warm_bucket(job.kind, size, job.variant)
 
-    def close(self) -> None:
-        """Free the runners."""
-        for runner in self._runners.values():
-            runner.close()
-        self._runners.clear()
+def _pretended_ranks(config: ResolvedConfig) -> TensorParallel:
+    """A place among ranks that are not there: collectives can be traced, and give nonsense."""
+    size = config.parallel.tp
+    if size == 1:
+        return TensorParallel()
+    importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers it
+    dist.init_process_group("fake", store=HashStore(), rank=0, world_size=size)
+    assert dist.group.WORLD is not None
+    group, shares = dist.group.WORLD.group_name, config.parallel.all_reduce == "symmetric"
+    if shares:
+        symmetric.pretend(group)
+    return TensorParallel(0, size, group, shares)
 
 
 def _tell(name: str, seconds: float) -> None:

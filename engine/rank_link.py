@@ -19,18 +19,19 @@ from zmq.utils.monitor import recv_monitor_message
 _Socket = zmq.Socket[bytes]
 # A socket's path has 107 characters at most.
 _LONGEST_FOLDER = 80
-_HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS = 1000, 8000
+_HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS = 1000, 15000
 _LAST_WORDS_MS = 1000
 
 
-def _pair(context: zmq.Context[_Socket]) -> _Socket:
+def _pair(context: zmq.Context[_Socket], other_hosts: bool) -> _Socket:
     socket = context.socket(zmq.PAIR)
     # How far a rank can be behind is bounded by the collectives of every step, not here.
     for option in (zmq.SNDHWM, zmq.RCVHWM):
         socket.setsockopt(option, 0)
     socket.setsockopt(zmq.LINGER, _LAST_WORDS_MS)
-    socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
+    if other_hosts:
+        socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
     return socket
 
 
@@ -47,7 +48,7 @@ class LeaderLink:
 
     def __init__(self, ranks: Sequence[int], host: str | None) -> None:
         self._context: zmq.Context[_Socket] = zmq.Context()
-        self._sockets = {rank: _pair(self._context) for rank in ranks}
+        self._sockets = {rank: _pair(self._context, host is not None) for rank in ranks}
         self._folder: str | None = None
         self.addresses: dict[int, str] = {}
         if host is None:
@@ -102,7 +103,7 @@ class FollowerLink:
 
     def __init__(self, address: str, on_lost: Callable[[], None]) -> None:
         self._context: zmq.Context[_Socket] = zmq.Context()
-        self._socket = _pair(self._context)
+        self._socket = _pair(self._context, address.startswith("tcp"))
         monitor = self._socket.get_monitor_socket(
             zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED
         )

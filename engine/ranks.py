@@ -38,9 +38,11 @@ class Ranks:
     Attributes:
         tp: this rank's place, once it has joined.
         alone: nobody else is there, and no process group.
+        builds: has compiled what all ranks of its host load.
     """
 
     alone = True
+    builds = False
 
     def __init__(self) -> None:
         self.tp = TensorParallel()
@@ -101,6 +103,7 @@ class RankGroup(Ranks):
     def __init__(self, world: World, store: Store, timeout_s: float) -> None:
         super().__init__()
         self.world = world
+        self.builds = world.size > 1 and world.local_rank == 0
         self.store = store
         self.timeout_s = timeout_s
         self._joined = False

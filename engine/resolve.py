@@ -32,6 +32,7 @@ DType = Literal["float32", "bfloat16", "float16"]
 DEFAULT_CONTEXT_UNIT = 16384
 _SMALLEST_EXTEND_BUCKET = 64
 _BUCKET_STEP = 8
+_MOST_CPU_WORKERS = 4
 _HOPPER = (9, 0)
 
 
@@ -208,14 +209,12 @@ def _compile(
 
 
 def _workers(config: EngineConfig, backend: str, device: str, machine: Machine) -> int:
-    workers, ranks = config.compile.workers, config.parallel.tp
-    if workers not in ("auto", 0) and ranks > 1:
-        raise ConfigError(
-            f"compile.workers: got {workers}, allowed: 0 or auto, where parallel.tp is {ranks}"
-        )
-    if ranks > 1 or backend == "eager" or not config.compile.cache:
+    if backend == "eager" or not config.compile.cache:
         return 0
-    return _or(workers, max(1, 3 * machine.cores // 4) if device == "cuda" else 1)
+    # One rank on a CPU compiles what is needed first itself; several leave it all to processes.
+    on_cpu = 1 if config.parallel.tp == 1 else min(machine.cores, _MOST_CPU_WORKERS)
+    auto = max(1, 3 * machine.cores // 4) if device == "cuda" else on_cpu
+    return _or(config.compile.workers, auto)
 
 
 def _backend(backend: str, device: str, machine: Machine) -> str:

@@ -19,6 +19,7 @@ import torch
 
 from compile_cache import Session, preload
 from engine.artefacts import Prepared, open_cache, prepare
+from engine.compile_jobs import VARIANTS
 from engine.compiler import LOW_PRIORITY, Compiler
 from engine.config import EngineConfig
 from engine.engine_core import EngineCore
@@ -86,10 +87,20 @@ def start_worker(config: EngineConfig, ranks: Ranks, progress: ProgressCallback)
     compiler = Compiler(config, prepared.config, cache)
     try:
         # On a CPU what the first requests need is compiled here: a process of its own would need
-        # the same cores, and longer.
-        if prepared.config.device == "cuda" and ranks.alone:
+        # the same cores, and longer. Several ranks have all of it compiled once.
+        if ranks.builds:
+            compiler.start(VARIANTS)
+        elif prepared.config.device == "cuda" and ranks.alone:
             compiler.start(["plain"])
             compiler.start(["full"], nice=LOW_PRIORITY)
+
+        def compiled() -> None:
+            compiler.wait(VARIANTS if ranks.builds else ["plain"], progress)
+            if not ranks.alone:
+                ranks.gather("compiled", 1)
+                if not ranks.builds:
+                    cache.refresh()
+
         ranks.join(device, prepared.config.parallel.all_reduce)
         worker = Worker(
             prepared.config,
@@ -99,7 +110,7 @@ def start_worker(config: EngineConfig, ranks: Ranks, progress: ProgressCallback)
             ranks,
             cache,
             progress,
-            lambda: compiler.wait(["plain"], progress),
+            compiled,
         )
     except ModelsError as error:
         compiler.close()

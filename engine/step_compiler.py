@@ -192,8 +192,10 @@ class _ProgramBuilder:
     def _compiled(self, function: Callable[..., Any], kind: Kind) -> CompiledFunction:
         """The function, compiled; variants share what has the same name."""
         name = f"{kind}-{function.__name__}"
-        if self._tp.group:  # number of the GPU and first id of the vocabulary are in the code
-            name += f"-rank{self._tp.rank}"
+        if self._device.index:  # it is in the code; all ranks of a CPU share theirs
+            name += f"-cuda{self._device.index}"
+        if self._tp.group and self._tp.size == 1:  # collectives of one rank, under torchrun
+            name += "-group"
         if name not in self._functions:
             self._functions[name] = CompiledFunction(function, name, kind, self._settings, self.log)
         return self._functions[name]

@@ -162,9 +162,10 @@ class Worker:
         first: list[Variant] = ["plain"] if self._ranks.alone else list(VARIANTS)
         self._timed("graphs", lambda: runner.warm(self._warm_progress, first))
         compiler.keep(first)
-        self._compiler = compiler
-        if not self._ranks.alone:
-            self.warm_next()
+        if self._ranks.alone:
+            self._compiler = compiler
+        else:
+            runner.forbid_recompiles()
 
     def warm_next(self) -> bool:
         """Record one graph that the start left out (a GPU); call it between steps.

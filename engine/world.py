@@ -62,9 +62,15 @@ def rank_zero(tp: int, environ: Mapping[str, str] = os.environ) -> World:
 
 def on_one_host(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether all ranks are on this host."""
+    size = environ.get("WORLD_SIZE")
+    return launched_rank(environ) is None or environ.get("LOCAL_WORLD_SIZE") == size
+
+
+def ranks_here(tp: int, environ: Mapping[str, str] = os.environ) -> int:
+    """How many of the ranks are on this host."""
     if launched_rank(environ) is None:
-        return True
-    return environ.get("LOCAL_WORLD_SIZE") == environ["WORLD_SIZE"]
+        return tp
+    return int(environ.get("LOCAL_WORLD_SIZE", tp))
 
 
 def launched_world(environ: Mapping[str, str] = os.environ) -> World:

@@ -45,14 +45,19 @@ def embed(
     drawn_T = state.last_token_S[inputs.token_slots_T]
     # A row whose logits were not finite drew -1: any id will do, the engine has ended the request.
     ids_T = torch.where(inputs.token_ids_T < 0, drawn_T, inputs.token_ids_T).clamp(min=0)
-    return vocab_embedding(tp, params["embed"], ids_T), params["rope"][inputs.positions_T]
+    x_TE = vocab_embedding(tp, params["embed"], params.get("first_id"), ids_T)
+    return x_TE, params["rope"][inputs.positions_T]
 
 
-def vocab_embedding(tp: TensorParallel, weight_WE: Tensor, ids_T: Tensor) -> Tensor:
-    """[T, E]; with several ranks each looks up the ids it holds, and the sum has them all."""
-    if tp.size == 1:
+def vocab_embedding(
+    tp: TensorParallel, weight_WE: Tensor, first_id: Tensor | None, ids_T: Tensor
+) -> Tensor:
+    """[T, E]; with several ranks each looks up the ids it holds, from `first_id` on, and the sum
+    has them all.
+    """
+    if first_id is None:
         return F.embedding(ids_T, weight_WE)
-    local_T = ids_T - tp.rank * weight_WE.shape[0]
+    local_T = ids_T - first_id
     held_T = (local_T >= 0) & (local_T < weight_WE.shape[0])
     x_TE = F.embedding(torch.where(held_T, local_T, 0), weight_WE)
     return all_reduce(torch.where(held_T[:, None], x_TE, 0), tp.size, tp.group)

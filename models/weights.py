@@ -47,7 +47,7 @@ def load_params(
     num_positions: int | None = None,
 ) -> Tree:
     """This rank's parameters, and under "rope" the table of cosines and sines (float32 [positions,
-    D]).
+    D]); with several ranks under "first_id" the first id of the vocabulary here (int32 []).
 
     Args:
         model: the configuration.
@@ -92,8 +92,20 @@ def load_params(
     positions = num_positions or model.max_position
     table = rope_table(model.rope, model.head_dim, positions, model.max_position)
     params["rope"] = table.to(device)
+    _add_first_id(params, tp)
     _report(progress, "", total, total)
     return params
+
+
+def _add_first_id(params: Tree, tp: TensorParallel) -> None:
+    """The first id of this rank's share of the vocabulary; a tensor, so that all ranks compile the
+    same.
+    """
+    if tp.size > 1:
+        embed = params["embed"]
+        params["first_id"] = torch.tensor(
+            tp.rank * embed.shape[0], dtype=torch.int32, device=embed.device
+        )
 
 
 def hollow_params(
@@ -119,6 +131,7 @@ def hollow_params(
     params: Tree = map_tree(make, param_specs(model, dtype))
     table = rope_table(model.rope, model.head_dim, num_positions, model.max_position)
     params["rope"] = table.to(device)
+    _add_first_id(params, tp)
     return params
 
 

@@ -24,7 +24,6 @@ from engine.compiler import Compiler
 from engine.config import EngineConfig, load_config
 from engine.errors import ConfigError
 from engine.resolve import settings_of
-from engine.startup import start_engine
 from engine.terminal import ProgressDisplay
 
 NOT_THERE = 1
@@ -65,10 +64,6 @@ def _check(config: EngineConfig) -> int:
 def _compile(config: EngineConfig) -> None:
     begin = time.perf_counter()
     prepared = prepare(config)
-    if prepared.config.parallel.tp > 1:  # ranks compile what they run, together
-        with ProgressDisplay(config.log.progress) as display:
-            start_engine(config, display.update).close()
-        return
     with ProgressDisplay(config.log.progress) as display, open_cache(prepared) as cache:
         display.table("resolved", settings_of(config, prepared.config))
         before = cache.jobs

@@ -25,7 +25,7 @@ except ImportError:  # no Triton: a CPU
 # as fast, and such messages are prompts', where it matters less.
 MAX_BYTES = 2**22
 
-_exchanges: dict[str, tuple[all_reduce_triton.Exchange, Tensor]] = {}
+_exchanges: dict[str, tuple[all_reduce_triton.Exchange, Tensor] | None] = {}
 
 
 def share(group: str, rank: int, size: int, device: torch.device) -> None:
@@ -48,6 +48,11 @@ def share(group: str, rank: int, size: int, device: torch.device) -> None:
     _exchanges[group] = (exchange, words)
 
 
+def pretend(group: str) -> None:
+    """For a process that only compiles, and has no other ranks: nothing is summed."""
+    _exchanges[group] = None
+
+
 def forget(group: str) -> None:
     """Free the group's buffers; no graph that uses them may run again."""
     _exchanges.pop(group, None)
@@ -62,7 +67,10 @@ def all_reduce_add(x: Tensor, residual: Tensor | None, group: str) -> Tensor:
         residual: like x; None: nothing is added.
         group: name of a process group that shares buffers.
     """
-    exchange, _ = _exchanges[group]
+    shared = _exchanges[group]
+    if shared is None:
+        return x.clone() if residual is None else residual + x
+    exchange, _ = shared
     if all_reduce_triton.fits(x, exchange):
         out = torch.empty_like(x)
         all_reduce_triton.run(x, residual, out, exchange)

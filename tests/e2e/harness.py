@@ -14,11 +14,8 @@ from engine.request import EngineRequest, StepOutput
 from engine.startup import Engine, start_engine
 
 
-@contextmanager
-def running_engine(
-    folder: Path, device: str = "cpu", /, **sections: dict[str, Any]
-) -> Iterator[Engine]:
-    """An engine over the checkpoint in `folder`, eager unless told otherwise; keyword arguments are
+def write_config(folder: Path, device: str = "cpu", /, **sections: dict[str, Any]) -> Path:
+    """A file for the checkpoint in `folder`, eager unless told otherwise; keyword arguments are
     YAML sections.
     """
     settings: dict[str, Any] = {
@@ -33,6 +30,15 @@ def running_engine(
         settings[section] = {**settings.get(section, {}), **values}
     file = folder / "fullgraph_test.yaml"
     file.write_text(yaml.safe_dump(settings))
+    return file
+
+
+@contextmanager
+def running_engine(
+    folder: Path, device: str = "cpu", /, **sections: dict[str, Any]
+) -> Iterator[Engine]:
+    """An engine of such a file."""
+    file = write_config(folder, device, **sections)
     engine = start_engine(load_config(file), lambda *_: None)
     try:
         yield engine

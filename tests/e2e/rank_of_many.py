@@ -24,10 +24,13 @@ ANSWER = "answer.json"
 def run_rank(
     rank: int, size: int, ports: Sequence[int], folders: Sequence[str], prompts: Any, tokens: int
 ) -> None:
-    """Generate `tokens` for every prompt on every checkpoint, meeting at a port each."""
+    """Generate `tokens` for every prompt on every checkpoint; `ports` are those of stores that
+    somebody else holds, as torchrun does.
+    """
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     for port, folder in zip(ports, map(Path, folders), strict=True):
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        os.environ["MASTER_PORT"] = str(port)
         if rank > 0:
             follow(launched_world())
             continue

@@ -15,15 +15,19 @@ from typing import Any
 import httpx
 import pytest
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 from torch.multiprocessing.spawn import spawn
 
 from bench.server_process import free_port
-from engine.config import EngineConfig, ModelOptions, ParallelOptions
+from compile_cache import Hit
+from engine import cli
+from engine.artefacts import fingerprint_of, prepare, store_of
+from engine.config import EngineConfig, ModelOptions, ParallelOptions, load_config
 from engine.errors import ConfigError, EngineDead, ModelError
 from engine.memory import smallest_free
 from engine.startup import start_engine
 from engine.world import World, on_one_host, rank_zero
-from tests.e2e.harness import greedy_requests, run, running_engine
+from tests.e2e.harness import greedy_requests, run, running_engine, write_config
 from tests.e2e.live_server import LOG, live_process, model_folder
 from tests.e2e.rank_of_many import ANSWER, run_rank
 from tests.e2e.tiny_models import FAMILIES, VOCAB, greedy, hf_config, save_model
@@ -53,7 +57,8 @@ def test_ranks_give_the_tokens_of_one(tp: int, tmp_path: Path) -> None:
     for name, config in MODELS.items():
         expected[name] = greedy(save_model(tmp_path / name, config), prompts(), MAX_TOKENS)
     folders = [str(tmp_path / name) for name in MODELS]
-    ports = [free_port() for _ in MODELS]
+    stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in folders]
+    ports = [store.port for store in stores]
     spawn(run_rank, (tp, ports, folders, prompts(), MAX_TOKENS), nprocs=tp)
     got = {name: json.loads((tmp_path / name / ANSWER).read_text()) for name in MODELS}
     assert got == expected
@@ -72,7 +77,7 @@ def test_ranks_are_started_and_ended_with_the_engine(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_compiled_ranks(tmp_path: Path) -> None:
-    """Collectives inside the compiled graphs; the second start loads what each rank has kept."""
+    """Collectives inside compiled graphs; after a warm-up no rank compiles, all load the same."""
     expected = greedy(save_model(tmp_path, MODELS["llama"]), prompts(), MAX_TOKENS)
     sections: dict[str, dict[str, Any]] = {
         "parallel": {"tp": 2},
@@ -85,13 +90,24 @@ def test_compiled_ranks(tmp_path: Path) -> None:
         },
         "scheduler": {"max_running": 4, "max_step_tokens": 64},
     }
-    for start in range(2):
-        with running_engine(tmp_path, **sections) as engine:
-            outputs = run(engine, greedy_requests(prompts(), MAX_TOKENS), waves=2)
-            stats, log = engine.core.stats(), engine.worker._runner.log
-        assert [outputs[i] for i in range(len(expected))] == expected
-        assert (stats.eager_steps, stats.recompiles) == (0, 0)
-        assert (len(log.compiled) > 0, len(log.loaded) > 0) == (start == 0, start == 1)
+    file = write_config(tmp_path, **sections)
+    assert cli.main(["warmup", str(file)]) == 0
+    before = kept_files(file)
+    with running_engine(tmp_path, **sections) as engine:
+        outputs = run(engine, greedy_requests(prompts(), MAX_TOKENS), waves=2)
+        stats, log = engine.core.stats(), engine.worker.compile_log
+    assert [outputs[i] for i in range(len(expected))] == expected
+    assert (stats.eager_steps, stats.recompiles) == (0, 0)
+    assert not log.compiled and log.loaded and log.frozen
+    assert kept_files(file) == before, "a rank has compiled something"
+
+
+def kept_files(file: Path) -> list[str]:
+    """Names in the configuration's entry of the compile cache."""
+    config = load_config(file)
+    found = store_of(config).lookup(fingerprint_of(prepare(config)))
+    assert isinstance(found, Hit)
+    return sorted(found.manifest.files)
 
 
 def test_a_rank_killed_mid_stream(tmp_path: Path) -> None:
