@@ -32,7 +32,7 @@ from compile_cache import (
 from engine.config import EngineConfig
 from engine.errors import ModelError
 from engine.resolve import ResolvedConfig, resolve
-from engine.world import on_one_host
+from engine.world import ranks_here
 from models.checkpoint import Checkpoint, resolve_checkpoint
 from models.config import ModelConfig
 from models.errors import ModelError as ModelsError
@@ -90,7 +90,7 @@ def prepare(config: EngineConfig) -> Prepared:
         checkpoint_dtype=model.dtype,
         cuda=cuda,
         capability=torch.cuda.get_device_capability() if cuda else None,
-        one_host=on_one_host(),
+        one_host=ranks_here(config.parallel.tp) == config.parallel.tp,
         context_unit=model.context_unit,
     )
     return Prepared(checkpoint, model, resolved)

@@ -60,17 +60,9 @@ def rank_zero(tp: int, environ: Mapping[str, str] = os.environ) -> World:
     return world
 
 
-def on_one_host(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether all ranks are on this host."""
-    size = environ.get("WORLD_SIZE")
-    return launched_rank(environ) is None or environ.get("LOCAL_WORLD_SIZE") == size
-
-
 def ranks_here(tp: int, environ: Mapping[str, str] = os.environ) -> int:
-    """How many of the ranks are on this host."""
-    if launched_rank(environ) is None:
-        return tp
-    return int(environ.get("LOCAL_WORLD_SIZE", tp))
+    """How many of the ranks are on this host, as far as the environment tells."""
+    return tp if launched_rank(environ) is None else int(environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def launched_world(environ: Mapping[str, str] = os.environ) -> World:

@@ -26,7 +26,7 @@ from engine.config import EngineConfig, ModelOptions, ParallelOptions, load_conf
 from engine.errors import ConfigError, EngineDead, ModelError
 from engine.memory import smallest_free
 from engine.startup import start_engine
-from engine.world import World, on_one_host, rank_zero
+from engine.world import World, rank_zero, ranks_here
 from tests.e2e.harness import greedy_requests, run, running_engine, write_config
 from tests.e2e.live_server import LOG, live_process, model_folder
 from tests.e2e.rank_of_many import ANSWER, run_rank
@@ -186,8 +186,8 @@ def test_torchrun_with_another_number_of_ranks() -> None:
     with pytest.raises(ConfigError, match=r"parallel.tp: got 4, allowed: 2, the WORLD_SIZE"):
         rank_zero(4, environ)
     assert rank_zero(4, {**environ, "MASTER_PORT": ""}) == World(size=4)
-    assert not on_one_host(environ) and on_one_host({})
-    assert on_one_host({**environ, "LOCAL_WORLD_SIZE": "2"})
+    assert (ranks_here(2, {}), ranks_here(2, environ)) == (2, 1)
+    assert ranks_here(2, {**environ, "LOCAL_WORLD_SIZE": "2"}) == 2
 
 
 def config_of(folder: Path, tp: int) -> EngineConfig:
