@@ -149,12 +149,27 @@ class Session:
         """
         if self.work is None:
             return False
+        if not self._has_news(self.work):
+            return True
         try:
             make_folder(self._entry)
             with self._mutex, locked(self._entry / LOCK, _LOCK_TIMEOUT_S) as exclusive:
                 self._commit(self.work, exclusive)
         except OSError as error:
             self._warn(f"compile cache: {self._entry} was not updated ({error})")
+            return False
+        return True
+
+    def can_keep(self) -> bool:
+        """Whether `seal` would work; a warning says why not."""
+        try:
+            make_folder(self._entry)
+            with locked(self._entry / LOCK, _LOCK_TIMEOUT_S):
+                pass
+            if shutil.disk_usage(self._entry).free < _LEAST_FREE_BYTES:
+                raise OSError(f"less than {_LEAST_FREE_BYTES >> 20} MiB are free")
+        except OSError as error:
+            self._warn(f"compile cache: nothing can be kept in {self._entry} ({error})")
             return False
         return True
 
@@ -199,6 +214,22 @@ class Session:
         self.damaged.clear()
         if exclusive:
             sweep_objects(self._entry, changed)
+
+    def _has_news(self, work: Path) -> bool:
+        """Whether anything here is not in the manifest as it was last seen."""
+        stored = self.manifest
+        if self.damaged or self._jobs.keys() - stored.jobs.keys():
+            return True
+        if any(stored.notes.get(key) != value for key, value in self._notes.items()):
+            return True
+        return any(self._is_news(path, work) for path in work.rglob("*"))
+
+    def _is_news(self, path: Path, work: Path) -> bool:
+        name = path.relative_to(work).as_posix()
+        if _is_scratch(name) or path.is_symlink() or not path.is_file():
+            return False
+        changed = name.startswith(f"{BLOBS}/") and self._seen.get(name) != _state(path)
+        return changed or name not in self.manifest.files
 
     def _all_jobs(self, stored: Manifest) -> dict[str, float]:
         jobs = {n: s for n, s in stored.jobs.items() if n not in self._forgotten}

@@ -140,7 +140,7 @@ class _Wave:
     def wait(self, progress: Progress) -> bool:
         """Whether there was anything to wait for."""
         running, done = len(self._processes), 0
-        text = f"{running} processes"
+        text = f"in {running} process{'es' if running > 1 else ''}"
         while running:
             progress("compile", done, self._total, text)
             finished = self._finished.get()

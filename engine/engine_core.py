@@ -9,6 +9,7 @@ nothing of text, sockets or processes.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from engine.scheduler.batch import ScheduledBatch
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.slots import may_need_full
 from engine.worker import Worker
+
+logger = logging.getLogger(__name__)
 
 # How often to look whether the graphs are there that every open request waits for.
 _HELD_POLL_S = 0.005
@@ -49,6 +52,7 @@ class EngineCore:
         self._outputs = OutputProcessor(scheduler)
         self._in_flight: _InFlight | None = None
         self._held: list[EngineRequest] = []
+        self._told = False
 
     @property
     def has_work(self) -> bool:
@@ -58,7 +62,14 @@ class EngineCore:
     def add(self, requests: Sequence[EngineRequest]) -> list[RequestFailed]:
         """Queue requests; those that can never run come back as failures."""
         self._held.extend(requests)
-        return self._release()
+        refused = self._release()
+        if self._held and not self._told:
+            self._told = True
+            logger.warning(
+                "requests with penalties, logprobs or logit bias wait: what they need is still "
+                "being compiled (`fullgraph warmup` does so beforehand)"
+            )
+        return refused
 
     def abort(self, request_ids: Sequence[int]) -> None:
         """Drop requests, running or waiting; unknown ids are ignored."""

@@ -165,6 +165,7 @@ class LLM:
             max_stop_ids=resolved.sampling.max_stop_ids,
         )
         self._ids = itertools.count()
+        self._closed = False
 
     def __enter__(self) -> LLM:
         return self
@@ -179,6 +180,7 @@ class LLM:
 
     def close(self) -> None:
         """Free the graphs, threads and memory. The object is of no use afterwards."""
+        self._closed = True
         self.engine.close()
 
     def default_params(self, **fields: Any) -> SamplingParams:
@@ -210,8 +212,13 @@ class LLM:
         several = _as_prompts(prompts)
         if params is None or isinstance(params, SamplingParams):
             params = [params or self.default_params()] * len(several)
+        if not all(isinstance(p, SamplingParams) for p in params):
+            raise InvalidRequest("params: allowed: SamplingParams, or one for each prompt")
         if len(params) != len(several):
-            raise InvalidRequest(f"params: got {len(params)}, allowed: 1 or {len(several)}")
+            raise InvalidRequest(
+                f"params: got {len(params)}, allowed: one for all prompts, or one for each of "
+                f"{len(several)}"
+            )
         start = time.perf_counter()
         choices = [
             choice
@@ -267,6 +274,8 @@ class LLM:
             if self.tokenizer is None:
                 raise InvalidRequest("prompt: got a text, but the model has no tokenizer")
             prompt = self.tokenizer.encode(prompt)
+        if self._closed:
+            raise FullgraphError("the LLM is closed")
         if params.stop and self.tokenizer is None:
             raise InvalidRequest("stop: the model has no tokenizer", param="stop")
         eos_ids = self.tokenizer.eos_ids if self.tokenizer else self.engine.model.eos_ids

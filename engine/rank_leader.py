@@ -189,6 +189,7 @@ class Leader(RankGroup):
     def _fail(self, message: str) -> None:
         for process in self._processes.values():
             process.kill()
+        self._link.unlink()  # what follows may be the end of this process, at any point
         self.failure = message
         self._failed.set()
         grace_s = _GRACE_UNTOLD_S if self._on_fatal is None else _GRACE_S

@@ -81,6 +81,11 @@ class LeaderLink:
             recv_monitor_message(monitor)
         return [self._monitors[monitor] for monitor, _ in ready]
 
+    def unlink(self) -> None:
+        """Remove the sockets' folder; whoever is connected stays so."""
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
     def close(self) -> None:
         """Close the sockets once nobody else uses them."""
         for socket in self._sockets.values():
@@ -90,7 +95,7 @@ class LeaderLink:
             monitor.close()
         self._context.term()
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self.unlink()
 
 
 class FollowerLink:

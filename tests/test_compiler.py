@@ -14,6 +14,7 @@ from engine import LLM, SamplingParams, artefacts, cli, compiler
 from engine.artefacts import fingerprint_of, open_cache, prepare, store_of
 from engine.compile_jobs import VARIANTS, CompileJob, compile_jobs, hint
 from engine.config import load_config
+from engine.errors import FullgraphError
 from engine.machine import Machine
 from engine.resolve import resolve
 from tests.conftest import ROOT
@@ -104,6 +105,8 @@ def test_a_start_after_a_warm_up_compiles_nothing(
     command = [str(TINY), *(word for text in settings for word in ("--set", text))]
     assert cli.main(["warmup", "--check", *command]) == 1
     assert "nothing is cached" in capsys.readouterr().out
+    assert cli.main(["warmup", "--export", str(tmp_path / "no" / "file"), *command]) == 2
+    assert "folder is missing" in capsys.readouterr().err
     packed = tmp_path / "packed"
     assert cli.main(["warmup", "--export", str(packed), *command]) == 0
     out = capsys.readouterr().out
@@ -126,6 +129,8 @@ def test_a_start_after_a_warm_up_compiles_nothing(
         (out_full,) = llm.generate([[1, 2, 3]], params, progress=False)
         assert len(out_plain.token_ids) == len(out_full.token_ids) == 4
         log, counters = worker.compile_log, worker.counters
+    with pytest.raises(FullgraphError, match="closed"):
+        llm.generate([[1, 2, 3]], params, progress=False)
     assert not log.compiled and log.frozen and len(log.loaded) == 12
     assert counters.eager_steps == counters.recompiles == 0
 

@@ -6,6 +6,7 @@ Knows the verb's options; what is compiled and where it is kept is the engine's 
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from pathlib import Path
 
@@ -37,6 +38,8 @@ def run(args: argparse.Namespace) -> int:
     if not config.compile.cache:
         raise ConfigError("compile.cache: got false, allowed: true, for warmup fills the cache")
     try:
+        if args.export_file is not None and not os.access(args.export_file.parent, os.W_OK):
+            raise CacheError(f"{args.export_file}: its folder is missing or cannot be written to")
         if args.import_file is not None:
             _import(config, args.import_file)
         _compile(config)
@@ -67,6 +70,8 @@ def _compile(config: EngineConfig) -> None:
     with ProgressDisplay(config.log.progress) as display, open_cache(prepared) as cache:
         display.table("resolved", settings_of(config, prepared.config))
         before = cache.jobs
+        if set(_names(prepared)) - before.keys() and not cache.can_keep():
+            raise CacheError("the cache cannot be written to; the warning above says why")
         compiler = Compiler(config, prepared.config, cache)
         compiler.start(VARIANTS, least_workers=1)
         compiler.wait(VARIANTS, display.update)

@@ -51,7 +51,8 @@ class RequireKey:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in _OPEN_PATHS:
-            given = dict(scope["headers"]).get(b"authorization", b"")
+            scheme, _, rest = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
+            given = scheme.title() + b" " + rest.strip()  # the scheme's case is free (RFC 9110)
             if not hmac.compare_digest(given, self._expected):
                 error = Unauthorized(
                     "a valid API key is needed, as a bearer token", code="invalid_api_key"

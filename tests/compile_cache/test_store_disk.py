@@ -49,6 +49,29 @@ def test_a_disk_that_refuses_to_store(
     assert isinstance(hit, Hit) and not hit.damaged and "blobs/more" not in hit.manifest.files
 
 
+def test_a_disk_that_refuses_is_not_asked_without_need(
+    store: Store, warned: Warnings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(store)
+    monkeypatch.setattr(manifest_module, "write_atomic", fail_with(errno.EROFS))
+    with store.open(HERE) as session:
+        assert session.seal() and not warned, "there was nothing new to keep"
+        session.finish_job("a job", 1.0)
+        assert not session.seal() and len(warned) == 1
+
+
+def test_what_cannot_be_kept_is_known_before_it_is_built(
+    store: Store, warned: Warnings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with store.open(HERE) as session:
+        assert session.can_keep() and not warned
+        usage = shutil.disk_usage(store.root)._replace(free=1 << 20)
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+        assert not session.can_keep() and "less than 256 MiB are free" in warned[-1]
+        monkeypatch.setattr(session_module, "locked", fail_with(errno.EROFS))
+        assert not session.can_keep() and os.strerror(errno.EROFS) in warned[-1]
+
+
 def test_a_disk_that_fills_up_between_object_and_manifest(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:

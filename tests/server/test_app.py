@@ -177,8 +177,9 @@ def test_api_key() -> None:
                     assert response.json()["error"]["code"] == "invalid_api_key"
             assert (await http.get("/health")).status_code == 200
             assert (await http.get("/metrics")).status_code == 200
-            given = {b"Authorization": "Bearer sésame".encode()}
-            assert (await http.get("/v1/models", headers=given)).status_code == 200
+            for scheme in ("Bearer", "bearer"):
+                given = {b"Authorization": f"{scheme} sésame".encode()}
+                assert (await http.get("/v1/models", headers=given)).status_code == 200
 
     asyncio.run(run())
 
