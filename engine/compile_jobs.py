@@ -61,22 +61,31 @@ def _jobs_of_one(config: ResolvedConfig, variants: Sequence[Variant]) -> list[li
         "decode": options.decode_buckets,
         "extend": options.extend_buckets,
     }
-    groups = []
+    cuda = config.device == "cuda"
+    groups: list[list[CompileJob]] = []
     for kind, buckets in sizes.items():
-        for size_class in _size_classes(buckets, options.dynamic):
+        for number, size_class in enumerate(_size_classes(buckets, options.dynamic)):
             jobs = [
                 CompileJob(f"{kind} {_class_name(size_class)} {v}", kind, v, size_class[:1])
                 for v in variants
             ]
-            # Where layers are compiled, both variants share all but the head.
-            groups += [jobs] if options.unit == "layer" else [[job] for job in jobs]
-    if config.device == "cuda":
+            if cuda and number == 0 and "full" in variants:
+                # After a compile, when those of `plain` are there: few are `full`'s own.
+                jobs.append(_kernel_job(kind, "full", buckets))
+            parts = [[job for job in jobs if job.variant == variant] for variant in VARIANTS]
+            # Where layers are compiled, variants share all but the head.
+            groups += [jobs] if options.unit == "layer" else [part for part in parts if part]
+    if cuda and "plain" in variants:
         for kind, buckets in sizes.items():
-            for start in range(0, len(buckets), _KERNEL_BUCKETS):
-                part = buckets[start : start + _KERNEL_BUCKETS]
-                name = f"kernels {kind} {_class_name(part)}"
-                groups.append([CompileJob(name, kind, variants[0], part, compiled=False)])
+            starts = range(0, len(buckets), _KERNEL_BUCKETS)
+            shares = (buckets[start : start + _KERNEL_BUCKETS] for start in starts)
+            groups += [[_kernel_job(kind, "plain", share)] for share in shares]
     return groups
+
+
+def _kernel_job(kind: Kind, variant: Variant, buckets: tuple[int, ...]) -> CompileJob:
+    name = f"kernels {kind} {_class_name(buckets)} {variant}"
+    return CompileJob(name, kind, variant, buckets, compiled=False)
 
 
 def hint(buckets: Sequence[int]) -> int:

@@ -58,11 +58,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     prepared = prepare(config)
     with open_cache(prepared) as session:
         hollow = _Hollow(prepared, session)
+
+        def run(job: CompileJob) -> None:
+            session.refresh()  # kernels that others have built meanwhile
+            hollow.run(job)
+
         wanted = [job for group in compile_jobs(prepared.config, VARIANTS) for job in group]
         jobs = [
-            Job(job.name, functools.partial(hollow.run, job))
-            for job in wanted
-            if job.name in args.jobs
+            Job(job.name, functools.partial(run, job)) for job in wanted if job.name in args.jobs
         ]
         assert len(jobs) == len(args.jobs), (args.jobs, [job.name for job in wanted])
         kept = run_jobs(jobs, session, _tell)

@@ -47,13 +47,13 @@ def test_jobs_of_whole_steps_are_one_a_process() -> None:
     groups = jobs_on_a_gpu("compile.decode_buckets=[1, 2, 4, 8, 16]", "compile.extend_buckets=[64]")
     assert [[job.name for job in group] for group in groups] == [
         ["decode 2..16 plain"],
-        ["decode 2..16 full"],
+        ["decode 2..16 full", "kernels decode 1..16 full"],
         ["decode 1 plain"],
         ["decode 1 full"],
         ["extend 64 plain"],
-        ["extend 64 full"],
-        ["kernels decode 1..16"],
-        ["kernels extend 64"],
+        ["extend 64 full", "kernels extend 64 full"],
+        ["kernels decode 1..16 plain"],
+        ["kernels extend 64 plain"],
     ]
     assert groups[0][0].buckets == (8,), "compiled for the size that is the hint"
     assert not groups[-1][0].compiled
@@ -81,9 +81,13 @@ def test_what_triton_is_told_is_told_before_the_entry_is_named(
 
 def test_variants_of_a_layer_share_a_process() -> None:
     groups = jobs_on_a_gpu("compile.cudagraphs=manual", "compile.extend_buckets=[64, 512]")
-    assert [job.name for job in groups[0]] == ["decode 2..256 plain", "decode 2..256 full"]
+    assert [job.name for job in groups[0]] == [
+        "decode 2..256 plain",
+        "decode 2..256 full",
+        "kernels decode 1..256 full",
+    ]
     kernels = [job.buckets for group in groups for job in group if not job.compiled]
-    assert sum(len(buckets) for buckets in kernels) == 35 + 2, "every bucket runs once"
+    assert sum(len(buckets) for buckets in kernels) == 2 * (35 + 2), "each once a variant"
 
 
 def test_without_a_dynamic_batch_every_bucket_is_a_job() -> None:
