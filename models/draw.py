@@ -13,7 +13,7 @@ import math
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, library
 
 from models.ops.sampling import MIN_TEMPERATURE
 
@@ -32,7 +32,7 @@ _MAX_CHUNK = 1024
 _MIN_CHUNK = 128
 
 
-@torch.library.custom_op("fullgraph::draw", mutates_args=(), device_types="cpu")
+@library.custom_op("fullgraph::draw", mutates_args=(), device_types="cpu")
 def draw(
     logits_LV: Tensor,
     threshold_L: Tensor,

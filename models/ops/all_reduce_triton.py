@@ -6,7 +6,7 @@ and reads its own until all of them carry this call's number. Two buffers altern
 in call n has seen every peer's words of call n - 1, so every peer has left call n - 2.
 
 The number is counted on the device, for a CUDA graph replays the same arguments. Knows nothing of
-torch.library. Importing it needs Triton.
+how operators are defined. Importing it needs Triton.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, library
 
 from models.ops import cpu_kernels
 from models.ops.define import define
@@ -64,7 +64,7 @@ def attend_on_cpu(
     Returns:
         [T, H, D] like q, contiguous; zero for tokens of no row.
     """
-    native = cpu_kernels.library()
+    native = cpu_kernels.compiled()
     name = _NATIVE.get(q_THD.dtype)
     rows = (row_slots_R, row_starts_R, row_lens_R, row_offsets_R)
     if native is None or name is None:
@@ -110,11 +110,11 @@ def _attend_chunks(
             o_THD[tokens] = _chunk(q_THD[tokens], kv_layer, page_table_SP, row, scale, window)
 
 
-define("paged_attention", torch.library.infer_schema(attend_on_cpu, mutates_args=()), attend_on_cpu)
+define("paged_attention", library.infer_schema(attend_on_cpu, mutates_args=()), attend_on_cpu)
 paged_attention = torch.ops.fullgraph.paged_attention.default
 
 
-@torch.library.register_fake("fullgraph::paged_attention")
+@library.register_fake("fullgraph::paged_attention")
 def _(
     q_THD: Tensor,
     kv_layer: Tensor,

@@ -23,7 +23,7 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 from models.ops import decode_triton, fused, fused_triton, page_lists_triton
 
@@ -96,7 +96,7 @@ def unregister() -> None:
     _table.runners, _table.first_layer = {}, 0
 
 
-@torch.library.impl("fullgraph::paged_attention", "cuda")
+@library.impl("fullgraph::paged_attention", "cuda")
 def _paged_attention(
     q_THD: Tensor,
     kv_layer: Tensor,
@@ -157,7 +157,7 @@ def _decode_attention(
     return out_THD
 
 
-@torch.library.impl("fullgraph::kv_write", "cuda")
+@library.impl("fullgraph::kv_write", "cuda")
 def _kv_write(k_TKD: Tensor, v_TKD: Tensor, kv_layer: Tensor, kv_slots_T: Tensor) -> None:
     fused_triton.kv_write(k_TKD, v_TKD, kv_layer, kv_slots_T)
 

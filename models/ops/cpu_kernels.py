@@ -2,7 +2,7 @@
 
 Between two matrix products, which empty the caches, every small torch operator costs tens of
 microseconds; a layer's attention takes about twenty of them. One call replaces them. Without a C++
-compiler `library()` is None and the callers use torch. Knows nothing of operators or layers.
+compiler `compiled()` is None and the callers use torch. Knows nothing of operators or layers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _COMPILE_TIMEOUT_S = 120
 
 
 @functools.cache
-def library() -> ctypes.CDLL | None:
+def compiled() -> ctypes.CDLL | None:
     """The compiled kernels, from the user's cache if they are there; None without a compiler."""
     compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, ("c++", "g++"))), None)
     if compiler is None:

@@ -4,7 +4,7 @@ Rows are cut into chunks of about one size, chosen so that there are a given num
 one a row; those of a row are equal. Large chunks come first, so that the programs that start last
 are short. Done once a step, by its first layer; every layer's kernel reads the result.
 
-Knows nothing of torch.library. Importing it needs Triton.
+Knows nothing of how operators are defined. Importing it needs Triton.
 
 Legend: R rows, S slots, P pages of a sequence, I pieces of work (items).
 """

@@ -21,7 +21,7 @@ _FEWEST, _MOST = 2, 16
 
 def multiply_on_cpu(x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None) -> Tensor:
     """float32 [M, N] = x [M, K] @ w [N, K].T + bias [N]."""
-    native = cpu_kernels.library()
+    native = cpu_kernels.compiled()
     rows, inputs = x_MK.shape
     if native is None or not _FEWEST <= rows <= _MOST:
         return F.linear(x_MK, w_NK, bias_N)

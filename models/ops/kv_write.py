@@ -24,7 +24,7 @@ def write_on_cpu(k_TKD: Tensor, v_TKD: Tensor, kv_layer: Tensor, kv_slots_T: Ten
         kv_layer: [pages, 2, page_size, K, D], contiguous; mutated.
         kv_slots_T: int32 [T]; a slot of -1 is padding and not written. Other slots are distinct.
     """
-    native = cpu_kernels.library()
+    native = cpu_kernels.compiled()
     page_size, num_heads, head_dim = kv_layer.shape[2:]
     token = (head_dim, 1)
     if native is None or k_TKD.stride()[1:] != token or v_TKD.stride()[1:] != token:

@@ -18,8 +18,8 @@ from models.ops.kv_write import kv_write
 def fixture_implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The C++ kernels, and torch as on a machine without a compiler."""
     if request.param == "torch":
-        monkeypatch.setattr(cpu_kernels, "library", lambda: None)
-    elif cpu_kernels.library() is None:
+        monkeypatch.setattr(cpu_kernels, "compiled", lambda: None)
+    elif cpu_kernels.compiled() is None:
         pytest.skip("no C++ compiler")
     return str(request.param)
 

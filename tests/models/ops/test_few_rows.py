@@ -18,7 +18,7 @@ def test_any_size(
     rows: int, outputs: int, inputs: int, bias: bool, native: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not native:
-        monkeypatch.setattr(cpu_kernels, "library", lambda: None)
+        monkeypatch.setattr(cpu_kernels, "compiled", lambda: None)
     torch.manual_seed(0)
     x, w = torch.randn(rows, inputs), torch.randn(outputs, inputs)
     b = torch.randn(outputs) if bias else None
