@@ -123,6 +123,7 @@ def test_starting_is_503_with_progress() -> None:
                 await asyncio.sleep(0.001)
             progress = {"phase": "weights", "done": 3, "total": 9, "text": "layer 3"}
             assert health.json()["status"] == "starting"
+            assert (await http.head("/health")).status_code == 503
             assert health.json()["progress"] == progress
             response = await http.post("/v1/completions", json={"prompt": "x"})
             assert response.status_code == 503 and response.headers["retry-after"]
