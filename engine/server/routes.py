@@ -139,7 +139,8 @@ def _detokenize(body: bytes, context: Context) -> dict[str, Any]:
 
 
 def _add_information(router: APIRouter, service: Service) -> None:
-    @router.api_route("/health", methods=["GET", "HEAD"])  # some load balancers ask by HEAD
+    @router.get("/health")
+    @router.head("/health", include_in_schema=False)  # as some load balancers ask
     async def health() -> Response:
         status, body = service.health()
         headers = {} if status == 200 else {"Retry-After": "1"}
