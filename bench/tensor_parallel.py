@@ -9,8 +9,9 @@ of one over NCCL.
 
     parity   greedy tokens of small random models judged by HF transformers in float32
     reduce   bench.all_reduce
-    decode   a decode step of Qwen3-14B's shape at KV length 1024, Mini-SGLang's offline workload
+    decode   a decode step of Qwen3-14B's shape at KV length 1024
     serve    warm start to first token over HTTP; a rank killed under load
+    workload Mini-SGLang's offline workload, same shape
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import atexit
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -32,9 +34,12 @@ from typing import Any
 import torch
 
 from bench.report import RESULTS, save, table
+from bench.server_process import free_port
+from bench.tensor_parallel_part import CONFIG, LARGE, SMALL, command_of, descendants, settings
 
-LARGE = "configs/hf/qwen3-14b"
-SMALL = "configs/hf/qwen3-0.6b"
+PART = "bench.tensor_parallel_part"
+# Of a part's log that has no result: its end, less what says nothing.
+LOG_LINES, DULL = 40, ("Writing model", "For debugging consider", "Compile with `TORCH_USE")
 
 
 @dataclass
@@ -50,14 +55,14 @@ class Part:
     name: str
     words: Sequence[str]
     limit_s: float
-    module: str = "bench.tensor_parallel_part"
+    module: str = PART
     process: Any = field(default=None, repr=False)
 
 
 def start(part: Part, folder: Path) -> Part:
     """Start it, its output going to a log."""
     with (folder / f"{part.name}.log").open("w") as log:
-        words = [*part.words, "--results", str(folder)]
+        words = [*part.words, *(() if part.module == "engine" else ("--results", str(folder)))]
         part.process = subprocess.Popen(
             [sys.executable, "-m", part.module, *words], stdout=log, stderr=log
         )
@@ -70,6 +75,11 @@ def finish(part: Part, limit_s: float) -> str:
     try:
         status = part.process.wait(max(1.0, limit_s))
     except subprocess.TimeoutExpired:
+        # With PYTHONFAULTHANDLER each says where it hangs.
+        for pid in (*descendants(part.process.pid), part.process.pid):
+            if any(name in command_of(pid) for name in (PART, "rank_process", "engine_process")):
+                os.kill(pid, signal.SIGABRT)
+        time.sleep(2)
         part.process.kill()
         part.process.wait()
         return f"{part.name}: killed after {limit_s:.0f} s"
@@ -77,37 +87,41 @@ def finish(part: Part, limit_s: float) -> str:
 
 
 def parts(tp: int, cache: str) -> tuple[list[Part], list[Part]]:
-    """(those that run side by side, those that run one after the other)."""
+    """(those that run side by side, those that run one after the other, by importance)."""
+    ways = ["symmetric", "nccl"]
+    many = str(tp)
+    side = [Part(f"parity_{m}", ["parity", m, many, *ways], 110) for m in ("qwen3", "moe")]
+    side += [Part("parity_trees", ["parity", "qwen3", many, "trees", "trees-nccl"], 110)]
     if tp == 1:
-        ways = ["nccl", "symmetric"]
-        small = [Part(f"parity_{m}", ["parity", m, "1", *ways], 100) for m in ("qwen3", "moe")]
-        return [*small, Part("parity_trees", ["parity", "qwen3", "1", "trees"], 100)], []
-    one, two = "1", str(tp)
-    both = ("nccl", "symmetric")
-    side = [Part(f"parity_{m}", ["parity", m, two, *both], 130) for m in ("qwen3", "moe")]
-    side += [Part("parity_trees", ["parity", "qwen3", two, "trees"], 130)]
+        launch = ["--nproc-per-node", "1", "--master-port", str(free_port()), "-m", PART]
+        words = [*launch, "parity", "qwen3", "1", "torchrun"]
+        return [*side, Part("parity_torchrun", words, 110, "torch.distributed.run")], []
     side += [
-        Part(f"fill_{n}", ["fill", shape, n, how, cache], 130)
-        for shape, n, how in (
-            ("large", one, "nccl"),
-            ("large", two, "nccl"),
-            ("large", two, "symmetric"),
-            ("small", one, "nccl"),
-            ("small", two, "symmetric"),
+        Part(f"fill_{name}_{n}_{way}", filling(shape, n, way, cache), 110, "engine")
+        for name, shape, n, way in (
+            ("large", LARGE, tp, "symmetric"),
+            ("large", LARGE, 1, "nccl"),
+            ("large", LARGE, tp, "nccl"),
+            ("small", SMALL, tp, "symmetric"),
+            ("small", SMALL, 1, "nccl"),
         )
     ]
-    for part in side:
-        if part.words[0] == "fill":
-            part.name = "_".join(part.words[:4])
     alone = [
-        Part("decode_2_symmetric", ["decode", two, "symmetric", cache, "--workload"], 100),
-        Part("decode_1", ["decode", one, "nccl", cache], 60),
-        Part("serve_2", ["serve", two, "symmetric", cache], 75),
-        Part("serve_1", ["serve", one, "nccl", cache], 45),
-        Part("decode_2", ["decode", two, "nccl", cache], 60),
-        Part("reduce", ["--size", two], 40, "bench.all_reduce"),
+        Part("decode_2_symmetric", ["decode", many, "symmetric", cache], 60),
+        Part("decode_1", ["decode", "1", "nccl", cache], 60),
+        Part("serve_2", ["serve", many, "symmetric", cache], 60),
+        Part("decode_2", ["decode", many, "nccl", cache], 60),
+        Part("serve_1", ["serve", "1", "nccl", cache], 45),
+        Part("workload_2", ["workload", many, "symmetric", cache], 60),
+        Part("reduce", ["--size", many], 40, "bench.all_reduce"),
     ]
     return side, alone
+
+
+def filling(shape: Sequence[str], tp: int, way: str, cache: str) -> list[str]:
+    """Words of a warm-up: it compiles what later parts load, without weights or ranks."""
+    texts = [*settings(shape, tp, way, cache), "compile.workers=8"]
+    return ["warmup", CONFIG, *(word for text in texts for word in ("--set", text))]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -128,6 +142,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     atexit.register(shutil.rmtree, cache, ignore_errors=True)
     # Several processes compile at once at first.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")
+    os.environ.setdefault("PYTHONFAULTHANDLER", "1")
     side, alone = parts(args.tp, cache)
     for part in side:
         start(part, folder)
@@ -157,12 +172,12 @@ def report(all_parts: Sequence[Part], folder: Path, ends: Sequence[str], results
             for rows in found[part.name].values():
                 if isinstance(rows, list) and rows and isinstance(rows[0], dict):
                     print(table(rows))
-        else:
-            log = folder / f"{part.name}.log"
-            text = log.read_text(errors="replace") if log.is_file() else "not run"
-            lines = [line for line in text.splitlines() if "Writing model" not in line]
-            if part.words[0] != "fill" or "rror" in "".join(lines):
-                print("\n".join(line[:200] for line in lines[-15:]))
+        logs = sorted(folder.glob(f"{part.name}*.log"))
+        text = "\n".join(log.read_text(errors="replace") for log in logs) or "not run"
+        if not file.is_file() or "Traceback" in text:
+            lines = [x for x in text.splitlines() if x and not x.startswith("frame #")]
+            lines = [line for line in lines if not any(word in line for word in DULL)]
+            print("\n".join(line[:200] for line in lines[-LOG_LINES:]))
     print("\n".join(["", *ends, str(save("tensor_parallel", found, results))]))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import os
 import random
 import signal
@@ -13,7 +12,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+import traceback
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +67,7 @@ def moe_config() -> Any:
         "vocab_size": VOCAB,
         "hidden_size": 256,
         "intermediate_size": 256,
-        "moe_intermediate_size": 128,
+        "moe_intermediate_size": 256,
         "num_hidden_layers": 3,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
@@ -81,58 +81,82 @@ def moe_config() -> Any:
     return transformers.Qwen3MoeConfig(**sizes)
 
 
-def parity(model: str, tp: int, ways: Sequence[str]) -> dict[str, Any]:
+def parity(model: str, tp: int, ways: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Greedy tokens of one rank and of several; each token's distance from the best one.
 
     The distance is in logits, of the same weights in float32 by HF transformers given the tokens
     before; it is 0 where both choose the same. Weights are bfloat16, so that a rank's rounding may
-    turn a near tie: the largest distance is shown beside the logits' standard deviation.
+    turn a near tie: the largest distance is shown beside the logits' standard deviation. The result
+    so far comes after each way; one that fails is a row, too.
     """
-    config = moe_config() if model == "moe" else hf_config("qwen3", head_dim=128, layers=3)
+    sizes = {"head_dim": 128, "layers": 3, "hidden_size": 256, "intermediate_size": 512}
+    config = moe_config() if model == "moe" else hf_config("qwen3", **sizes)
     rng = random.Random(0)
     prompts = [[rng.randrange(3, VOCAB) for _ in range(n)] for n in (1, 5, 16, 33, 70, 100, 40, 9)]
-    rows, answers = [], {}
+    rows: list[dict[str, Any]] = []
+    answers: list[list[list[int]]] = []
     with tempfile.TemporaryDirectory() as folder:
         reference = save_model(Path(folder), config, dtype=torch.bfloat16).float().cuda()
-        for size, way in [(1, "alone"), *((tp, way) for way in ways)]:
-            if size == 1 and way != "alone":  # a process group of one, as under torchrun
-                os.environ.update(ONE_RANK, MASTER_PORT=str(free_port()))
-            changes = [f"model.path={folder}", "model.load=auto", "kv.num_pages=600"]
-            changes += ["compile.decode_buckets=[1,8]", "compile.extend_buckets=[256]"]
-            changes += [
-                "compile.workers=0",
-                "scheduler.max_running=8",
-                "scheduler.max_step_tokens=256",
-            ]
-            changes += [f"compile.cudagraphs={'trees' if way == 'trees' else 'manual'}"]
-            how = "symmetric" if way == "symmetric" else "nccl"
-            shape = settings([], size, how, str(Path(folder) / "cache"))
+        for way in ("alone", *ways):
+            size = 1 if way == "alone" else tp
+            row = {"ranks": size, "way": way}
             begin = time.perf_counter()
-            loaded = load_config(Path(CONFIG), [*shape, *changes])
-            engine = start_engine(loaded, lambda *_: None)
-            started = time.perf_counter() - begin
             try:
-                outputs = run(engine, greedy_requests(prompts, NUM_TOKENS), waves=2)
-                counters = engine.worker.counters
-            finally:
-                engine.close()
-            ids = [outputs[i] for i in range(len(prompts))]
-            answers[size, way] = ids
-            first = next(iter(answers.values()))
-            rows.append(
-                {
-                    "ranks": size,
-                    "way": way,
-                    **judge(reference, prompts, ids),
-                    "same as one rank": sum(a == b for a, b in zip(ids, first, strict=True)),
-                    "prompts": len(prompts),
-                    "eager": counters.eager_steps,
-                    "recompiles": counters.recompiles,
-                    "skips": counters.cudagraph_skips,
-                    "start_s": started,
-                }
-            )
-    return {"rows": rows}
+                with launched(size == 1 and way != "alone", way == "torchrun"):
+                    ids, more = _greedy(folder, size, way, prompts)
+            except Exception as error:
+                traceback.print_exc()
+                rows.append({**dict.fromkeys(rows[0] if rows else (), "-"), **row})
+                rows[-1]["as HF"] = f"{type(error).__name__}: {error}".splitlines()[0][:100]
+                yield {"rows": rows}
+                continue
+            answers.append(ids)
+            same = sum(a == b for a, b in zip(ids, answers[0], strict=True))
+            judged = judge(reference, prompts, ids)
+            row |= {**judged, "prompts as alone": f"{same} of {len(prompts)}", **more}
+            rows.append({**row, "seconds": time.perf_counter() - begin})
+            yield {"rows": rows}
+
+
+def _greedy(
+    folder: str, size: int, way: str, prompts: Sequence[list[int]]
+) -> tuple[list[list[int]], dict[str, int]]:
+    """Tokens by prompt, and what must be 0."""
+    how = "symmetric" if way in ("symmetric", "trees") else "nccl"
+    changes = [f"model.path={folder}", "model.load=auto", "kv.num_pages=600"]
+    changes += ["compile.decode_buckets=[1,8]", "compile.extend_buckets=[256]"]
+    changes += ["compile.workers=0", "scheduler.max_running=8", "scheduler.max_step_tokens=256"]
+    changes += [f"compile.cudagraphs={'trees' if 'trees' in way else 'manual'}"]
+    shape = settings([], size, how, str(Path(folder) / "cache"))
+    engine = start_engine(load_config(Path(CONFIG), [*shape, *changes]), lambda *_: None)
+    try:
+        outputs = run(engine, greedy_requests(prompts, NUM_TOKENS), waves=2)
+        counters = engine.worker.counters
+    finally:
+        engine.close()
+    return [outputs[i] for i in range(len(prompts))], counted_faults(counters)
+
+
+def counted_faults(counters: Any) -> dict[str, int]:
+    """What must be 0."""
+    names = {"eager": "eager_steps", "recompiles": "recompiles", "skips": "cudagraph_skips"}
+    return {short: getattr(counters, name) for short, name in names.items()}
+
+
+@contextlib.contextmanager
+def launched(as_one: bool, by_torchrun: bool) -> Iterator[None]:
+    """The environment of a launcher of one rank, or of none; torchrun's own is left as it is."""
+    before = {
+        name: os.environ.pop(name) for name in (*ONE_RANK, "MASTER_PORT") if name in os.environ
+    }
+    if as_one:
+        os.environ.update(before if by_torchrun else {**ONE_RANK, "MASTER_PORT": str(free_port())})
+    try:
+        yield
+    finally:
+        for name in (*ONE_RANK, "MASTER_PORT"):
+            os.environ.pop(name, None)
+        os.environ.update(before)
 
 
 @torch.no_grad()
@@ -149,48 +173,42 @@ def judge(model: Any, prompts: Sequence[list[int]], ids: Sequence[list[int]]) ->
     return {"tokens": tokens, "as HF": equal, "worst gap": worst, "std": spread}
 
 
-def fill(shape: Sequence[str], tp: int, all_reduce: str, cache: str) -> dict[str, Any]:
-    """Compile what later parts load; few pages, for others run beside."""
-    few = ["kv.num_pages=300", "compile.workers=4"]
-    config = load_config(Path(CONFIG), [*settings(shape, tp, all_reduce, cache), *few])
-    begin = time.perf_counter()
-    engine = start_engine(config, lambda *_: None)
-    seconds = time.perf_counter() - begin
-    engine.close()
-    return {"rows": [{"ranks": tp, "all_reduce": all_reduce, "start_s": seconds}]}
-
-
-def decode(tp: int, all_reduce: str, cache: str, workload: bool) -> dict[str, Any]:
+def decode(tp: int, all_reduce: str, cache: str) -> Iterator[dict[str, Any]]:
     """Milliseconds of a step at KV_LENGTH, on the device and on rank 0's host, and end to end."""
     begin = time.perf_counter()
     with LLM(CONFIG, settings(LARGE, tp, all_reduce, cache)) as llm:
+        result: dict[str, Any] = {"rows": [], "start_s": time.perf_counter() - begin}
+        num_ids = llm.engine.model.vocab_size
+        result |= {
+            "pages": llm.engine.num_pages,
+            "compiled": llm.engine.worker.compile_log.compiled,
+        }
         head = {"ranks": tp, "all_reduce": all_reduce}
-        started = time.perf_counter() - begin
-        rows, num_ids = [], llm.engine.model.vocab_size
         for batch in BATCHES:
-            row = time_bucket(llm.engine, batch, KV_LENGTH)
+            result["rows"].append({**head, **time_bucket(llm.engine, batch, KV_LENGTH)})
+            yield result
+        for batch, row in zip(BATCHES, result["rows"], strict=True):
             timed(llm, fit(uniform(batch, 960, 4, 10 * batch), num_ids), 0.0)
             short = timed(llm, fit(uniform(batch, 960, 1, 10 * batch + 1), num_ids), 0.0)
             long = timed(llm, fit(uniform(batch, 960, 65, 10 * batch + 2), num_ids), 0.0)
-            rows.append({**head, **row, "step_ms": 1e3 * (long - short) / 64, "start_s": started})
-        result: dict[str, Any] = {"rows": rows, "pages": llm.engine.num_pages}
-        counters = llm.engine.worker.counters
-        result["counters"] = [
-            {
-                "eager": counters.eager_steps,
-                "recompiles": counters.recompiles,
-                "skips": counters.cudagraph_skips,
-            }
-        ]
-        if workload:
-            result["workload"] = [counted(llm, functools.partial(_workload, llm, num_ids))]
-    return result
+            row["step_ms"] = 1e3 * (long - short) / 64
+        result["counters"] = [counted_faults(llm.engine.worker.counters)]
+        yield result
 
 
-def _workload(llm: LLM, num_ids: int) -> dict[str, Any]:
-    jobs = fit(mini_sglang(0), num_ids)
-    seconds = timed(llm, jobs, 0.6)
-    return {"seconds": seconds, "output_per_s": sum(job.num_output for job in jobs) / seconds}
+def workload(tp: int, all_reduce: str, cache: str) -> Iterator[dict[str, Any]]:
+    """Mini-SGLang's offline workload, after a short one."""
+    with LLM(CONFIG, settings(LARGE, tp, all_reduce, cache)) as llm:
+        num_ids = llm.engine.model.vocab_size
+        timed(llm, fit(uniform(8, 960, 4, 1), num_ids), 0.0)
+        jobs = fit(mini_sglang(0), num_ids)
+
+        def measured() -> dict[str, Any]:
+            seconds = timed(llm, jobs, 0.6)
+            num_output = sum(job.num_output for job in jobs)
+            return {"ranks": tp, "seconds": seconds, "output_per_s": num_output / seconds}
+
+        yield {"rows": [counted(llm, measured)]}
 
 
 @contextlib.contextmanager
@@ -211,7 +229,7 @@ def server(overrides: Sequence[str], log: Path) -> Iterator[tuple[str, subproces
         process.wait()
 
 
-def serve(tp: int, all_reduce: str, cache: str, folder: Path) -> dict[str, Any]:
+def serve(tp: int, all_reduce: str, cache: str, folder: Path) -> Iterator[dict[str, Any]]:
     """Two warm starts to the first token; with several ranks one is killed under load."""
     result: dict[str, Any] = {"rows": []}
     for attempt in range(2):
@@ -225,7 +243,7 @@ def serve(tp: int, all_reduce: str, cache: str, folder: Path) -> dict[str, Any]:
             result["counters"] = [watched_counters(url)]
             if tp > 1 and attempt == 1:
                 result["death"] = [death(url, process)]
-    return result
+        yield result
 
 
 def death(url: str, process: subprocess.Popen[bytes]) -> dict[str, Any]:
@@ -245,7 +263,7 @@ def death(url: str, process: subprocess.Popen[bytes]) -> dict[str, Any]:
     threads = [threading.Thread(target=stream) for _ in range(STREAMS)]
     for thread in threads:
         thread.start()
-    time.sleep(2)
+    time.sleep(1.5)
     ranks = [pid for pid in descendants(process.pid) if "engine.rank_process" in command_of(pid)]
     everybody = descendants(process.pid)
     killed = time.perf_counter()
@@ -282,28 +300,26 @@ def command_of(pid: int) -> str:
 
 
 def main() -> None:
-    """Run a part and save its result under its name."""
+    """Run a part and save its result under its name, again and again as it grows."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=("parity", "fill", "decode", "serve"))
+    parser.add_argument("what", choices=("parity", "decode", "serve", "workload"))
     parser.add_argument("words", nargs="+")
-    parser.add_argument("--workload", action="store_true")
     parser.add_argument("--results", type=Path, required=True)
     args = parser.parse_args()
     words = args.words
+    name = f"{args.what}_{words[0]}"
     if args.what == "parity":
-        name = "parity_trees" if words[2:] == ["trees"] else f"parity_{words[0]}"
-        part: Callable[[], Any] = functools.partial(parity, words[0], int(words[1]), words[2:])
-    elif args.what == "fill":
-        name = f"fill_{words[0]}_{words[1]}_{words[2]}"
-        shape = LARGE if words[0] == "large" else SMALL
-        part = functools.partial(fill, shape, int(words[1]), *words[2:])
+        special = words[2] if words[2] in ("trees", "torchrun") else words[0]
+        name, results = f"parity_{special}", parity(words[0], int(words[1]), words[2:])
     elif args.what == "decode":
-        name = f"decode_{words[0]}" + ("_symmetric" if words[1] == "symmetric" else "")
-        part = functools.partial(decode, int(words[0]), words[1], words[2], args.workload)
+        name += "_symmetric" if words[1] == "symmetric" else ""
+        results = decode(int(words[0]), *words[1:])
+    elif args.what == "workload":
+        results = workload(int(words[0]), *words[1:])
     else:
-        name = f"serve_{words[0]}"
-        part = functools.partial(serve, int(words[0]), words[1], words[2], args.results)
-    save(name, part(), args.results)
+        results = serve(int(words[0]), words[1], words[2], args.results)
+    for result in results:
+        save(name, result, args.results)
 
 
 if __name__ == "__main__":

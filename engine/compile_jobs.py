@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from engine.resolve import ResolvedConfig
 from engine.scheduler.batch import Kind, Variant
-from engine.world import ranks_here
+from engine.world import launched_rank, ranks_here
 
 VARIANTS: tuple[Variant, ...] = ("plain", "full")
 # Decode buckets a process builds kernels for: each size may have a kernel of its own.
@@ -45,6 +45,8 @@ def compile_jobs(config: ResolvedConfig, variants: Sequence[Variant]) -> list[li
     With several ranks: what all ranks of this host need, which differ in their GPU alone.
     """
     groups = _jobs_of_one(config, variants)
+    if config.parallel.tp == 1 and launched_rank() is not None:  # collectives all the same
+        groups = [[replace(job, name=f"{job.name} group") for job in group] for group in groups]
     gpus = ranks_here(config.parallel.tp) if config.device == "cuda" else 1
     return groups + [
         [replace(job, name=f"{job.name} cuda{gpu}", gpu=gpu) for job in group]

@@ -33,6 +33,7 @@ from engine.parent_guard import die_with_parent
 from engine.resolve import ResolvedConfig
 from engine.step_compiler import build_runner
 from engine.worker import configure_threads, kv_pages, step_state
+from engine.world import launched_rank
 from models.inputs import TensorParallel
 from models.ops import symmetric
 from models.weights import hollow_params
@@ -118,7 +119,7 @@ class _Hollow:
 def _pretended_ranks(config: ResolvedConfig) -> TensorParallel:
     """A place among ranks that are not there: collectives can be traced, and give nonsense."""
     size = config.parallel.tp
-    if size == 1:
+    if size == 1 and launched_rank() is None:
         return TensorParallel()
     importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers it
     dist.init_process_group("fake", store=HashStore(), rank=0, world_size=size)

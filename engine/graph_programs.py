@@ -8,6 +8,7 @@ prepares those.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -144,6 +145,11 @@ class TreesProgram(EagerProgram):
         torch.compiler.cudagraph_mark_step_begin()
         return super().run(bucket, inputs)
 
+    def close(self) -> None:
+        """Destroy the graphs of all programs of this thread, before the process group as below."""
+        cudagraph_trees: Any = importlib.import_module("torch._inductor.cudagraph_trees")
+        cudagraph_trees.reset_cudagraph_trees()
+
 
 class ManualProgram(EagerProgram):
     """A compiled step function captured by hand into one CUDA graph per bucket, all in one memory
@@ -180,7 +186,8 @@ class ManualProgram(EagerProgram):
             self._primer.run(bucket, inputs)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # Threads of others (NCCL's watchdog) may ask the device something meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             packed = super().run(bucket, inputs)
         self._graphs[bucket] = (graph, packed)
 

@@ -8,7 +8,7 @@ starts try nothing. Knows nothing of what is served with the rest.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -32,6 +32,7 @@ def step_bytes(
     tensors: Callable[[], StepTensors],
     device: torch.device,
     session: Session,
+    known_to_all: Callable[[int], Sequence[int]],
 ) -> int:
     """Bytes for attention's workspaces, the activations of the largest steps and all graphs.
 
@@ -41,13 +42,16 @@ def step_bytes(
     Args:
         tensors: makes them, with two KV pages.
         session: what was measured is noted there.
+        known_to_all: given what this rank knows, 0 for nothing: what every rank knows. They run
+            the steps together or not at all.
     """
     # What the entry of the cache does not depend on.
     facts = [config.scheduler.max_running, config.model.max_model_len, config.kv.page_size]
     facts += [int(config.attention.workspace), tp.size]
-    known = session.manifest.notes.get(_NOTE) if tp.size == 1 else None  # ranks try together
-    if isinstance(known, dict) and known.get("facts") == facts:
-        return int(known["bytes"])
+    note = session.manifest.notes.get(_NOTE)
+    known = int(note["bytes"]) if isinstance(note, dict) and note.get("facts") == facts else 0
+    if min(known_to_all(known)) > 0:
+        return known
     workspaces, activations = _run(_largest(config), model, tp, tensors(), device, session)
     compile_ = config.compile
     num_graphs = 2 * (len(compile_.decode_buckets) + len(compile_.extend_buckets))

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import torch
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
@@ -36,7 +37,8 @@ from engine.world import World
 
 OnFatal = Callable[[str], None]
 
-STOP = b""
+# Messages beside batches, which are never so short.
+STOP, WARM = b"", b"w"
 _POLL_MS = 50
 # For a rank's exit status or last words to come after its connection has ended.
 _LAST_WORDS_S = 0.5
@@ -97,6 +99,10 @@ class Leader(RankGroup):
         self.check()
         self._link.send(encode(batch))
 
+    def broadcast_warm(self) -> None:
+        self.check()
+        self._link.send(WARM)
+
     def watched(self, pending: Pending) -> Pending:
         return _Watched(pending, self)
 
@@ -129,12 +135,14 @@ class Leader(RankGroup):
         self._closing.set()
         if self.failure is None:
             self._link.send(STOP)
-        else:
+        elif not torch.cuda.is_initialized():  # NCCL gives up only once its graphs are freed
             self.abort()
 
     def close(self) -> None:
         if self.failure is None:
             super().close()
+        else:
+            self.abort()
         self._leave()
 
     def _leave(self) -> None:

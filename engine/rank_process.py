@@ -29,7 +29,7 @@ from engine.config import EngineConfig, validate
 from engine.errors import FullgraphError
 from engine.graph_runner import Pending
 from engine.parent_guard import die_with_parent
-from engine.rank_leader import STOP
+from engine.rank_leader import STOP, WARM
 from engine.rank_link import FollowerLink
 from engine.ranks import RankGroup
 from engine.startup import start_worker
@@ -101,12 +101,17 @@ def follow(world: World, store: Store | None = None) -> None:
 
 
 def _run(worker: Worker, link: FollowerLink) -> None:
-    """Launch every batch that comes; as rank 0 does, before the step before is waited for."""
+    """Launch every batch that comes, before the step before is waited for, and record when told:
+    all as rank 0 does and in its order, for there are collectives in both.
+    """
     before: Pending | None = None
     while True:
         data = link.receive(None if before is None else _POLL_MS)
         if data == STOP:
             break
+        if data == WARM:
+            worker.warm_next()
+            continue
         if data is None:
             if before is not None and before.poll():
                 before.wait()  # raises what the step raised

@@ -69,6 +69,9 @@ class Ranks:
     def broadcast(self, batch: ScheduledBatch) -> None:
         """Have the other ranks launch the batch, too."""
 
+    def broadcast_warm(self) -> None:
+        """Have the other ranks record one more graph, too (Worker.warm_next)."""
+
     def watched(self, pending: Pending) -> Pending:
         """The same, but its wait ends when a rank dies."""
         return pending
@@ -103,7 +106,7 @@ class RankGroup(Ranks):
     def __init__(self, world: World, store: Store, timeout_s: float) -> None:
         super().__init__()
         self.world = world
-        self.builds = world.size > 1 and world.local_rank == 0
+        self.builds = world.local_rank == 0
         self.store = store
         self.timeout_s = timeout_s
         self._joined = False

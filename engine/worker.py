@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,7 +116,8 @@ class Worker:
             return StepTensors(params, pages, *state)
 
         def trial() -> int:
-            return step_bytes(config, model, tp, lambda: tensors(2), self.device, cache)
+            known = functools.partial(ranks.gather, "known step memory")
+            return step_bytes(config, model, tp, lambda: tensors(2), self.device, cache, known)
 
         step = 0
         if self.device.type == "cuda" and config.kv.num_pages is None:
@@ -140,7 +141,7 @@ class Worker:
         serving.
 
         The first request seldom needs the `full` variant. On a CPU it is left to the background,
-        on a GPU to `warm_next`; not with several ranks, whose collectives must come in one order.
+        where there is one rank, on a GPU to `warm_next`.
         """
         with explained("steps", self._config):
             self._warm(compiler)
@@ -158,17 +159,17 @@ class Worker:
             return
         gc.collect()
         gc.freeze()  # each recording may collect, and would walk all that is alive
-        # Ranks must record the same graphs at the same time.
-        first: list[Variant] = ["plain"] if self._ranks.alone else list(VARIANTS)
+        cuda = self.device.type == "cuda"
+        first: Sequence[Variant] = ["plain"] if cuda else VARIANTS
         self._timed("graphs", lambda: runner.warm(self._warm_progress, first))
         compiler.keep(first)
-        if self._ranks.alone:
+        if cuda:
             self._compiler = compiler
         else:
             runner.forbid_recompiles()
 
     def warm_next(self) -> bool:
-        """Record one graph that the start left out (a GPU); call it between steps.
+        """Record one graph that the start left out (a GPU), on all ranks; call it between steps.
 
         Returns:
             Whether something was done: not when nothing is left, or while it is being compiled.
@@ -176,6 +177,7 @@ class Worker:
         compiler = self._compiler
         if compiler is None or self.device.type == "cpu" or not compiler.is_done(["full"]):
             return False
+        self._ranks.broadcast_warm()
         compiler.wait(["full"])
         if not self._runner.warm_next():
             self._runner.forbid_recompiles()
