@@ -38,8 +38,9 @@ from bench.server_process import free_port
 from bench.tensor_parallel_part import CONFIG, LARGE, SMALL, command_of, descendants, settings
 
 PART = "bench.tensor_parallel_part"
+SIDE_S = 95.0  # for parts side by side
 # Of a part's log that has no result: its end, less what says nothing.
-LOG_LINES, DULL = 40, ("Writing model", "For debugging consider", "Compile with `TORCH_USE")
+LOG_LINES, DULL = 60, ("Writing model", "For debugging consider", "Compile with `TORCH_USE")
 
 
 @dataclass
@@ -54,7 +55,7 @@ class Part:
 
     name: str
     words: Sequence[str]
-    limit_s: float
+    limit_s: float = SIDE_S
     module: str = PART
     process: Any = field(default=None, repr=False)
 
@@ -86,36 +87,56 @@ def finish(part: Part, limit_s: float) -> str:
     return f"{part.name}: status {status} after {time.monotonic() - begin:.0f} s more"
 
 
-def parts(tp: int, cache: str) -> tuple[list[Part], list[Part]]:
-    """(those that run side by side, those that run one after the other, by importance)."""
-    ways = ["symmetric", "nccl"]
+def beside(tp: int, cache: str) -> list[Part]:
+    """Parts that run side by side."""
     many = str(tp)
-    side = [Part(f"parity_{m}", ["parity", m, many, *ways], 110) for m in ("qwen3", "moe")]
-    side += [Part("parity_trees", ["parity", "qwen3", many, "trees", "trees-nccl"], 110)]
     if tp == 1:
         launch = ["--nproc-per-node", "1", "--master-port", str(free_port()), "-m", PART]
-        words = [*launch, "parity", "qwen3", "1", "torchrun"]
-        return [*side, Part("parity_torchrun", words, 110, "torch.distributed.run")], []
-    side += [
-        Part(f"fill_{name}_{n}_{way}", filling(shape, n, way, cache), 110, "engine")
-        for name, shape, n, way in (
-            ("large", LARGE, tp, "symmetric"),
-            ("large", LARGE, 1, "nccl"),
-            ("large", LARGE, tp, "nccl"),
-            ("small", SMALL, tp, "symmetric"),
-            ("small", SMALL, 1, "nccl"),
-        )
+        ways = (("qwen3", "symmetric"), ("moe", "symmetric"), ("trees", "trees"))
+        one = ["parity", "qwen3", "1", "torchrun"]
+        return [
+            *(
+                Part(f"parity_{n}", ["parity", n.replace("trees", "qwen3"), "1", w])
+                for n, w in ways
+            ),
+            Part("parity_torchrun", [*launch, *one], module="torch.distributed.run"),
+        ]
+    return [
+        Part("parity_qwen3", ["parity", "qwen3", many, "alone", "symmetric", "nccl"]),
+        Part("parity_moe", ["parity", "moe", many, "alone", "symmetric", "nccl"]),
+        Part("parity_trees", ["parity", "qwen3", many, "trees", "trees-nccl"]),
+        *(
+            Part(f"fill_{name}_{n}", filling(shape, n, way, cache), module="engine")
+            for name, shape, n, way in (
+                ("large", LARGE, tp, "symmetric"),
+                ("large", LARGE, 1, "nccl"),
+                ("small", SMALL, tp, "symmetric"),
+                ("small", SMALL, 1, "nccl"),
+            )
+        ),
     ]
-    alone = [
-        Part("decode_2_symmetric", ["decode", many, "symmetric", cache], 60),
-        Part("decode_1", ["decode", "1", "nccl", cache], 60),
-        Part("serve_2", ["serve", many, "symmetric", cache], 60),
-        Part("decode_2", ["decode", many, "nccl", cache], 60),
+
+
+def one_by_one(tp: int, way: str, cache: str) -> list[Part]:
+    """Parts that are timed, by importance."""
+    many = str(tp)
+    other = "nccl" if way == "symmetric" else "symmetric"
+    return [
+        Part(f"decode_2_{way}", ["decode", many, way, cache], 75),
+        Part("decode_1_nccl", ["decode", "1", "nccl", cache], 60),
+        Part("serve_2", ["serve", many, way, cache], 60),
         Part("serve_1", ["serve", "1", "nccl", cache], 45),
-        Part("workload_2", ["workload", many, "symmetric", cache], 60),
+        Part("workload_2", ["workload", many, way, cache], 60),
+        Part(f"decode_2_{other}", ["decode", many, other, cache], 100),  # compiles first
         Part("reduce", ["--size", many], 40, "bench.all_reduce"),
     ]
-    return side, alone
+
+
+def works(folder: Path, way: str) -> bool:
+    """Whether small models gave tokens this way."""
+    file = folder / "parity_qwen3.json"
+    rows = json.loads(file.read_text())["rows"] if file.is_file() else []
+    return any(row["way"] == way and row.get("tokens", "-") != "-" for row in rows)
 
 
 def filling(shape: Sequence[str], tp: int, way: str, cache: str) -> list[str]:
@@ -143,12 +164,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Several processes compile at once at first.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")
     os.environ.setdefault("PYTHONFAULTHANDLER", "1")
-    side, alone = parts(args.tp, cache)
+    side = beside(args.tp, cache)
+    alone: list[Part] = []
     for part in side:
         start(part, folder)
     last = begin + max(part.limit_s for part in side)
     ends = [finish(part, min(left(), last - time.monotonic())) for part in side]
     print(f"side by side: {time.monotonic() - begin:.0f} s\n" + "\n".join(ends), flush=True)
+    if args.tp > 1:
+        alone = one_by_one(args.tp, "symmetric" if works(folder, "symmetric") else "nccl", cache)
     for part in alone:
         if left() > 5:
             limit = min(part.limit_s, left())

@@ -97,7 +97,7 @@ def parity(model: str, tp: int, ways: Sequence[str]) -> Iterator[dict[str, Any]]
     answers: list[list[list[int]]] = []
     with tempfile.TemporaryDirectory() as folder:
         reference = save_model(Path(folder), config, dtype=torch.bfloat16).float().cuda()
-        for way in ("alone", *ways):
+        for way in ways:
             size = 1 if way == "alone" else tp
             row = {"ranks": size, "way": way}
             begin = time.perf_counter()
@@ -113,7 +113,7 @@ def parity(model: str, tp: int, ways: Sequence[str]) -> Iterator[dict[str, Any]]
             answers.append(ids)
             same = sum(a == b for a, b in zip(ids, answers[0], strict=True))
             judged = judge(reference, prompts, ids)
-            row |= {**judged, "prompts as alone": f"{same} of {len(prompts)}", **more}
+            row |= {**judged, "prompts as first": f"{same} of {len(prompts)}", **more}
             rows.append({**row, "seconds": time.perf_counter() - begin})
             yield {"rows": rows}
 
@@ -312,7 +312,7 @@ def main() -> None:
         special = words[2] if words[2] in ("trees", "torchrun") else words[0]
         name, results = f"parity_{special}", parity(words[0], int(words[1]), words[2:])
     elif args.what == "decode":
-        name += "_symmetric" if words[1] == "symmetric" else ""
+        name += f"_{words[1]}"
         results = decode(int(words[0]), *words[1:])
     elif args.what == "workload":
         results = workload(int(words[0]), *words[1:])

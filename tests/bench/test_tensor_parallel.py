@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.tensor_parallel import Part, finish, parts, report, start
+from bench.tensor_parallel import Part, beside, finish, one_by_one, report, start, works
 
 
 def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -30,5 +30,15 @@ def test_a_part_that_hangs_is_killed(tmp_path: Path) -> None:
 
 
 def test_one_gpu_checks_one_rank() -> None:
-    side, alone = parts(1, "cache")
-    assert side and not alone and all(part.words[2] == "1" for part in side)
+    assert all(part.words[part.words.index("parity") + 2] == "1" for part in beside(1, "cache"))
+
+
+def test_timed_parts_take_the_way_that_gives_tokens(tmp_path: Path) -> None:
+    assert not works(tmp_path, "nccl")
+    rows = [{"way": "nccl", "tokens": 5}, {"way": "symmetric", "tokens": "-"}, {"way": "trees"}]
+    (tmp_path / "parity_qwen3.json").write_text(json.dumps({"rows": rows}))
+    assert [works(tmp_path, way) for way in ("nccl", "symmetric", "trees")] == [True, False, False]
+    for way, other in (("nccl", "symmetric"), ("symmetric", "nccl")):
+        names = [part.name for part in one_by_one(2, way, "cache")]
+        assert names[0] == f"decode_2_{way}" and f"decode_2_{other}" in names[2:]
+        assert len(set(names)) == len(names)
