@@ -29,10 +29,10 @@ def step_bytes(
     config: ResolvedConfig,
     model: ModelConfig,
     tp: TensorParallel,
-    tensors: Callable[[], StepTensors],
+    tensors: Callable[[int], StepTensors],
     device: torch.device,
     session: Session,
-    known_to_all: Callable[[int], Sequence[int]],
+    gather: Callable[[str, int], Sequence[int]],
 ) -> int:
     """Bytes for attention's workspaces, the activations of the largest steps and all graphs.
 
@@ -40,19 +40,18 @@ def step_bytes(
     before a graph is recorded.
 
     Args:
-        tensors: makes them, with two KV pages.
+        tensors: makes them, with so many KV pages.
         session: what was measured is noted there.
-        known_to_all: given what this rank knows, 0 for nothing: what every rank knows. They run
-            the steps together or not at all.
+        gather: Ranks.gather; ranks run the steps together or not at all.
     """
     # What the entry of the cache does not depend on.
     facts = [config.scheduler.max_running, config.model.max_model_len, config.kv.page_size]
     facts += [int(config.attention.workspace), tp.size]
     note = session.manifest.notes.get(_NOTE)
     known = int(note["bytes"]) if isinstance(note, dict) and note.get("facts") == facts else 0
-    if min(known_to_all(known)) > 0:
+    if min(gather("known step memory", known)) > 0:
         return known
-    workspaces, activations = _run(_largest(config), model, tp, tensors(), device, session)
+    workspaces, activations = _run(_largest(config), model, tp, tensors(2), device, session)
     compile_ = config.compile
     num_graphs = 2 * (len(compile_.decode_buckets) + len(compile_.extend_buckets))
     total = workspaces + 2 * activations + num_graphs * _GRAPH_BYTES + _KERNEL_BYTES

@@ -116,8 +116,7 @@ class Worker:
             return StepTensors(params, pages, *state)
 
         def trial() -> int:
-            known = functools.partial(ranks.gather, "known step memory")
-            return step_bytes(config, model, tp, lambda: tensors(2), self.device, cache, known)
+            return step_bytes(config, model, tp, tensors, self.device, cache, ranks.gather)
 
         step = 0
         if self.device.type == "cuda" and config.kv.num_pages is None:

@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -20,11 +21,12 @@ from torch.multiprocessing.spawn import spawn
 
 from bench.server_process import free_port
 from compile_cache import Hit
-from engine import cli
+from engine import cli, rank_process
 from engine.artefacts import fingerprint_of, prepare, store_of
 from engine.config import EngineConfig, ModelOptions, ParallelOptions, load_config
 from engine.errors import ConfigError, EngineDead, ModelError
 from engine.memory import smallest_free
+from engine.rank_leader import STOP, WARM
 from engine.startup import start_engine
 from engine.world import World, rank_zero, ranks_here
 from tests.e2e.harness import greedy_requests, run, running_engine, write_config
@@ -160,6 +162,15 @@ def test_an_idle_server_notices_and_a_killed_engine_leaves_no_rank(tmp_path: Pat
             assert process.wait(timeout=10) == 1
             assert gone(engine) and gone(follower)
             assert "was killed by SIGKILL" in (folder / LOG).read_text()
+
+
+def test_a_follower_records_when_told() -> None:
+    """Between batches, in the order that rank 0 sent."""
+    told: list[str] = []
+    link = SimpleNamespace(receive=lambda _, left=iter([WARM, WARM, STOP]): next(left))
+    worker = SimpleNamespace(warm_next=lambda: told.append("recorded"))
+    rank_process._run(worker, link)  # type: ignore[arg-type]
+    assert told == ["recorded"] * 2
 
 
 def test_torchrun(tmp_path: Path) -> None:
