@@ -167,7 +167,8 @@ def test_an_idle_server_notices_and_a_killed_engine_leaves_no_rank(tmp_path: Pat
 def test_a_follower_records_when_told() -> None:
     """Between batches, in the order that rank 0 sent."""
     told: list[str] = []
-    link = SimpleNamespace(receive=lambda _, left=iter([WARM, WARM, STOP]): next(left))
+    messages = [STOP, WARM, WARM]
+    link = SimpleNamespace(receive=lambda _: messages.pop())
     worker = SimpleNamespace(warm_next=lambda: told.append("recorded"))
     rank_process._run(worker, link)  # type: ignore[arg-type]
     assert told == ["recorded"] * 2
