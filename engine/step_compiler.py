@@ -150,7 +150,12 @@ class _ProgramBuilder:
             cudagraphs=self._trees and not self._by_layer,
             static=cuda,
             dynamic=config.compile.dynamic,
-            options={"coordinate_descent_tuning": True} if config.compile.autotune else {},
+            # Padding a matrix would copy weights at every call, and where it pays is decided by the
+            # number of rows, which then is no longer free to vary.
+            options={
+                "shape_padding": False,
+                **({"coordinate_descent_tuning": True} if config.compile.autotune else {}),
+            },
             warn=logger.warning,
         )
 

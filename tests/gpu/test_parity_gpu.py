@@ -35,7 +35,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # of torch's compiler and of transformers
 ]
 
-LEAST_SAME = 0.95  # of the tokens of a random model, whose logits lie close together
+LEAST_SAME = 0.9  # of the tokens of a random model, whose logits lie close together
 
 
 class Case(NamedTuple):

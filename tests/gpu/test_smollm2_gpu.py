@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,14 +27,14 @@ NUM_TOKENS = 64
 LEAST_SAME = 0.99
 
 
-def test_greedy_equals_float32() -> None:
+def test_greedy_equals_float32(tmp_path: Path) -> None:
     """Of one mixed batch. The float32 model has the weights that we have, rounded to bf16."""
     loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
         GGUF.parent, gguf_file=GGUF.name, dtype=torch.float32
     )
     loaded.is_quantized = False  # its weights were made floats when they were read
     reference = Reference(loaded.bfloat16().eval())
-    overrides = [f"model.path={GGUF}", "model.max_model_len=512", "compile.cache=false"]
+    overrides = [f"model.path={GGUF}", "model.max_model_len=512", f"compile.cache_dir={tmp_path}"]
     overrides += ["device=cuda", "model.dtype=bfloat16", "kv.num_pages=2000"]
     overrides += ["scheduler.max_running=32", "compile.extend_buckets=[64,512]"]
     overrides += ["compile.decode_buckets=[8,32]"]

@@ -62,6 +62,7 @@ def test_a_warm_start_builds_nothing(runner: str, tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     config.write_text(f"model: {{path: {tmp_path / 'model'}, dtype: bfloat16}}\n")
     settings = [
+        "model.tokenizer=configs/hf/tiny-llama",
         f"compile.cache_dir={tmp_path / 'cache'}",
         f"compile.cudagraphs={runner}",
         "scheduler.max_running=16",
