@@ -190,6 +190,7 @@ class RankGroup(Ranks):
         self._joined = False
         with contextlib.suppress(Exception):  # whatever happens, the end is near
             if torch.cuda.is_initialized():
+                symmetric.release(self.tp.group)
                 dist.distributed_c10d._abort_process_group()
             else:
                 dist.destroy_process_group()

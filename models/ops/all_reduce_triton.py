@@ -67,6 +67,17 @@ def run(x: Tensor, residual: Tensor | None, out: Tensor, exchange: Exchange) -> 
     )
 
 
+def release(words: Tensor, exchange: Exchange) -> None:
+    """Have calls that wait for a rank that is gone, and all to come, go on with nonsense.
+
+    Args:
+        words: this rank's own, of exchange.buffers.
+    """
+    with torch.cuda.stream(torch.cuda.Stream(words.device)):  # copies only: kernels may not start
+        ahead = torch.full(words.shape, int(exchange.state.cpu()[0] + 2**30) << 32)
+        words.copy_(ahead)
+
+
 @triton.jit
 def _low(words, DTYPE: tl.constexpr):
     """The first of the two numbers in each word, as float32."""
@@ -85,9 +96,9 @@ def _bits(values, DTYPE: tl.constexpr):
 
 @triton.jit
 def _received(words_ptr, call, mask):
-    """Words that carry the call's number; waits for them."""
+    """Words that carry the call's number, or a later one (`release`); waits for them."""
     words = tl.load(words_ptr, mask, other=0, volatile=True)
-    while tl.sum((mask & ((words >> 32).to(tl.int32) != call)).to(tl.int32)) != 0:
+    while tl.sum((mask & ((words >> 32).to(tl.int32) - call < 0)).to(tl.int32)) != 0:
         words = tl.load(words_ptr, mask, other=0, volatile=True)
     return words.to(tl.int32)
 

@@ -53,6 +53,13 @@ def pretend(group: str) -> None:
     _exchanges[group] = None
 
 
+def release(group: str) -> None:
+    """Let go of kernels that wait for a rank of the group that is gone."""
+    shared = _exchanges.get(group)
+    if shared is not None:
+        all_reduce_triton.release(shared[1], shared[0])
+
+
 def forget(group: str) -> None:
     """Free the group's buffers; no graph that uses them may run again."""
     _exchanges.pop(group, None)
