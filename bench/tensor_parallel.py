@@ -1,6 +1,6 @@
 """Two ranks against one on GPUs of one host: same tokens, decode step, host time, starts, a death.
 
-    python -m bench.tensor_parallel [--tp 2] [--limit 420] [--results FOLDER]
+    python -m bench.tensor_parallel [--tp 2] [--limit 420] [--only PART...] [--results FOLDER]
 
 Each part is a process of its own with its own time limit, so that one failure does not lose the
 rest; all tables are printed again at the end. Parts that only check or compile run side by side,
@@ -132,6 +132,11 @@ def one_by_one(tp: int, way: str, cache: str) -> list[Part]:
     ]
 
 
+def wanted(parts: Sequence[Part], beginnings: Sequence[str]) -> list[Part]:
+    """Those whose names begin with one of the words."""
+    return [part for part in parts if part.name.startswith(tuple(beginnings))]
+
+
 def works(folder: Path, way: str) -> bool:
     """Whether small models gave tokens this way."""
     file = folder / "parity_qwen3.json"
@@ -149,6 +154,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the parts; tables at the end."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--tp", type=int, default=min(2, torch.cuda.device_count()))
+    parser.add_argument("--only", nargs="+", default=[""], help="parts whose names begin so")
     parser.add_argument("--limit", type=float, default=420, help="seconds for everything")
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args(argv)
@@ -164,15 +170,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Several processes compile at once at first.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")
     os.environ.setdefault("PYTHONFAULTHANDLER", "1")
-    side = beside(args.tp, cache)
+    side = wanted(beside(args.tp, cache), args.only)
     alone: list[Part] = []
     for part in side:
         start(part, folder)
-    last = begin + max(part.limit_s for part in side)
+    last = begin + SIDE_S
     ends = [finish(part, min(left(), last - time.monotonic())) for part in side]
     print(f"side by side: {time.monotonic() - begin:.0f} s\n" + "\n".join(ends), flush=True)
     if args.tp > 1:
-        alone = one_by_one(args.tp, "symmetric" if works(folder, "symmetric") else "nccl", cache)
+        way = "nccl" if works(folder, "nccl") and not works(folder, "symmetric") else "symmetric"
+        alone = wanted(one_by_one(args.tp, way, cache), args.only)
     for part in alone:
         if left() > 5:
             limit = min(part.limit_s, left())

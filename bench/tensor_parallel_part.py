@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
+import json
 import os
 import random
 import signal
@@ -27,7 +29,7 @@ from bench.startup import _first_text, _request, _wait_until_healthy, watched_co
 from bench.workloads import mini_sglang, uniform
 from engine.config import load_config
 from engine.llm import LLM
-from engine.startup import start_engine
+from engine.startup import STARTUP_JSON, start_engine
 from tests.e2e.harness import greedy_requests, run
 from tests.e2e.tiny_models import VOCAB, hf_config, save_model
 
@@ -96,7 +98,8 @@ def parity(model: str, tp: int, ways: Sequence[str]) -> Iterator[dict[str, Any]]
     rows: list[dict[str, Any]] = []
     answers: list[list[list[int]]] = []
     with tempfile.TemporaryDirectory() as folder:
-        reference = save_model(Path(folder), config, dtype=torch.bfloat16).float().cuda()
+        rounded = save_model(Path(folder), config, dtype=torch.bfloat16).cuda()
+        reference = copy.deepcopy(rounded).float()
         for way in ways:
             size = 1 if way == "alone" else tp
             row = {"ranks": size, "way": way}
@@ -112,7 +115,7 @@ def parity(model: str, tp: int, ways: Sequence[str]) -> Iterator[dict[str, Any]]
                 continue
             answers.append(ids)
             same = sum(a == b for a, b in zip(ids, answers[0], strict=True))
-            judged = judge(reference, prompts, ids)
+            judged = judge(reference, rounded, prompts, ids)
             row |= {**judged, "prompts as first": f"{same} of {len(prompts)}", **more}
             rows.append({**row, "seconds": time.perf_counter() - begin})
             yield {"rows": rows}
@@ -160,17 +163,27 @@ def launched(as_one: bool, by_torchrun: bool) -> Iterator[None]:
 
 
 @torch.no_grad()
-def judge(model: Any, prompts: Sequence[list[int]], ids: Sequence[list[int]]) -> dict[str, Any]:
-    """How far each token is from the best, in logits."""
-    tokens = equal = 0
-    worst = spread = 0.0
+def judge(
+    model: Any, rounded: Any, prompts: Sequence[list[int]], ids: Sequence[list[int]]
+) -> dict[str, Any]:
+    """How far each token is from the best, in logits; the same of what HF chooses in bfloat16."""
+    ours: list[float] = []
+    theirs: list[float] = []
+    spread = 0.0
     for prompt, answer in zip(prompts, ids, strict=True):
-        logits = model(torch.tensor([prompt + answer]).cuda()).logits[0].float()
+        tokens = torch.tensor([prompt + answer]).cuda()
+        logits = model(tokens).logits[0, len(prompt) - 1 : -1].float()
         spread = logits.std().item()
-        for place, token in enumerate(answer, len(prompt) - 1):
-            gap = (logits[place].max() - logits[place, token]).item()
-            tokens, equal, worst = tokens + 1, equal + (gap == 0), max(worst, gap)
-    return {"tokens": tokens, "as HF": equal, "worst gap": worst, "std": spread}
+        for gaps, chosen in (
+            (ours, tokens[0, len(prompt) :]),
+            (theirs, rounded(tokens).logits[0, len(prompt) - 1 : -1].argmax(1)),
+        ):
+            best, got = logits.max(1).values, logits.gather(1, chosen[:, None])[:, 0]
+            gaps.extend((best - got).tolist())
+    result: dict[str, Any] = {"tokens": len(ours), "std": spread}
+    for name, gaps in (("", ours), ("HF in bf16: ", theirs)):
+        result |= {f"{name}as HF": gaps.count(0.0), f"{name}worst gap": max(gaps)}
+    return result
 
 
 def decode(tp: int, all_reduce: str, cache: str) -> Iterator[dict[str, Any]]:
@@ -212,13 +225,18 @@ def workload(tp: int, all_reduce: str, cache: str) -> Iterator[dict[str, Any]]:
 
 
 @contextlib.contextmanager
-def server(overrides: Sequence[str], log: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """`fullgraph serve` and its URL, once it is healthy."""
+def server(
+    overrides: Sequence[str], log: Path, phases: Path
+) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """`fullgraph serve` and its URL, once it is healthy; the start's phases go to a file."""
     port = free_port()
     words = [word for text in (*overrides, f"server.port={port}") for word in ("--set", text)]
     with log.open("w") as out:
         process = subprocess.Popen(
-            [sys.executable, "-m", "engine", "serve", CONFIG, *words], stdout=out, stderr=out
+            [sys.executable, "-m", "engine", "serve", CONFIG, *words],
+            stdout=out,
+            stderr=out,
+            env={**os.environ, STARTUP_JSON: str(phases)},
         )
     try:
         url = f"http://127.0.0.1:{port}"
@@ -234,12 +252,13 @@ def serve(tp: int, all_reduce: str, cache: str, folder: Path) -> Iterator[dict[s
     result: dict[str, Any] = {"rows": []}
     for attempt in range(2):
         begin = time.perf_counter()
-        log = folder / f"serve_{tp}_{attempt}_server.log"
-        with server(settings(SMALL, tp, all_reduce, cache), log) as (url, process):
+        log, phases = (folder / f"serve_{tp}_{attempt}_{n}" for n in ("server.log", "phases.json"))
+        with server(settings(SMALL, tp, all_reduce, cache), log, phases) as (url, process):
             ready = time.perf_counter() - begin
             _first_text(url, "Hello")
             first = time.perf_counter() - begin
-            result["rows"].append({"ranks": tp, "ready_s": ready, "first_token_s": first})
+            row = {"ranks": tp, "ready_s": ready, "first_token_s": first}
+            result["rows"].append({**row, **json.loads(phases.read_text())})
             result["counters"] = [watched_counters(url)]
             if tp > 1 and attempt == 1:
                 result["death"] = [death(url, process)]

@@ -16,6 +16,7 @@ import yaml
 from engine.config import EngineConfig
 from engine.engine_transport import ProcessTransport
 from engine.quick_import import command
+from engine.world import launched_rank
 
 
 @contextmanager
@@ -32,7 +33,11 @@ def launched(
         EngineDead: it cannot be started.
     """
     with _config_file(config) as file:
-        transport = ProcessTransport(command(module, "--config", str(file)))
+        words = [module, "--config", str(file)]
+        ranks = config.parallel.tp - 1
+        if ranks and launched_rank() is None:
+            words = ["engine.early_ranks", str(ranks), *words]
+        transport = ProcessTransport(command(*words))
         transport.start()
         try:
             yield transport

@@ -27,9 +27,9 @@ from torch.distributed.rendezvous import rendezvous
 
 from engine.batch_wire import encode
 from engine.config import EngineConfig
+from engine.early_ranks import next_process, place
 from engine.errors import EngineDead
 from engine.graph_runner import Pending
-from engine.quick_import import command
 from engine.rank_link import LeaderLink
 from engine.ranks import RankGroup
 from engine.scheduler.batch import ScheduledBatch, StepResult
@@ -166,15 +166,11 @@ class Leader(RankGroup):
 
     def _spawn(self) -> None:
         assert isinstance(self.store, TCPStore)
-        words = command("engine.rank_process", "--parent", str(os.getpid()))
-        words += ["--size", str(self.world.size), "--store", str(self.store.port)]
         for rank in range(1, self.world.size):
             if self._closing.is_set():
                 return
-            # Standard output is rank 0's alone: `generate` prints its answer there.
-            self._processes[rank] = subprocess.Popen(
-                [*words, "--rank", str(rank)], stdin=subprocess.DEVNULL, stdout=2
-            )
+            self._processes[rank] = next_process()
+            place(self._processes[rank], rank, self.world.size, self.store.port)
 
     def _how(self, dead: set[int]) -> str:
         """How the first of the dead ended: a signal first, for others may have died of it."""

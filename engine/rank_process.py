@@ -2,7 +2,7 @@
 sends.
 
     python -m engine.rank_process                 torchrun started it and gave it its place
-    python -m engine.rank_process --rank R ...    rank 0 did
+    python -m engine.rank_process --parent PID    rank 0 did; its place comes by standard input
 
 It never schedules. It ends when rank 0 says so, when rank 0 is gone, or on a fault of its own,
 whose message it leaves in the store. Knows nothing of requests.
@@ -44,19 +44,21 @@ _POLL_MS = 20
 def main(argv: Sequence[str] | None = None) -> int:
     """Follow rank 0; the exit status."""
     parser = argparse.ArgumentParser(prog="engine.rank_process")
-    parser.add_argument("--rank", type=int)
-    parser.add_argument("--size", type=int)
-    parser.add_argument("--store", type=int, help="port on this host")
     parser.add_argument("--parent", type=int)
     args = parser.parse_args(argv)
     # Ctrl-C reaches the whole process group; rank 0 decides when its followers end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    port = None
     if args.parent is not None:
         die_with_parent(args.parent)
-        world = World(args.rank, args.size, args.rank)
+        line = sys.stdin.readline()
+        if not line:  # rank 0 has not come so far
+            return 0
+        rank, size, port = json.loads(line)
+        world = World(rank, size, rank)
     else:
         world = launched_world()
-    store = _store(world, args.store)
+    store = _store(world, port)
     try:
         follow(world, store)
     except Exception as error:

@@ -101,7 +101,9 @@ def start_worker(config: EngineConfig, ranks: Ranks, progress: ProgressCallback)
                 if not ranks.builds:
                     cache.refresh()
 
+        begin = time.perf_counter()
         ranks.join(device, prepared.config.parallel.all_reduce)
+        joined = time.perf_counter() - begin
         worker = Worker(
             prepared.config,
             prepared.model,
@@ -112,6 +114,7 @@ def start_worker(config: EngineConfig, ranks: Ranks, progress: ProgressCallback)
             progress,
             compiled,
         )
+        worker.capacity.phases["join"] = joined
     except ModelsError as error:
         compiler.close()
         raise ModelError(str(error)) from error

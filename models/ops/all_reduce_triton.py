@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 _BLOCK, _WARPS = 1024, 8
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -31,6 +32,8 @@ class Exchange(NamedTuple):
         state: int32 zeros [2] on the device: calls so far, programs of this call that are done.
         rank, size: this rank's place.
         num_words: room for as many 4-byte words per rank.
+        pdl: programmatic dependent launch (Hopper and later): the matrix that follows fetches its
+            weights while this waits.
     """
 
     buffers: Tensor
@@ -38,6 +41,7 @@ class Exchange(NamedTuple):
     rank: int
     size: int
     num_words: int
+    pdl: bool = False
 
 
 def fits(x: Tensor, exchange: Exchange) -> bool:
@@ -63,7 +67,9 @@ def run(x: Tensor, residual: Tensor | None, out: Tensor, exchange: Exchange) -> 
         ADD=residual is not None,
         DTYPE=_TYPES[x.dtype],
         BLOCK=_BLOCK,
+        PDL=exchange.pdl,
         num_warps=_WARPS,
+        **({"launch_pdl": True} if exchange.pdl else {}),
     )
 
 
@@ -117,9 +123,13 @@ def all_reduce_kernel(
     ADD: tl.constexpr,
     DTYPE: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    call = tl.load(state_ptr, volatile=True) + 1
     words_n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    call = tl.load(state_ptr, volatile=True) + 1
     mask = words_n < num_words
     mine = tl.load(x_ptr + words_n, mask, other=0)
     half = (call & 1).to(tl.int64) * SIZE * room

@@ -44,7 +44,8 @@ def share(group: str, rank: int, size: int, device: torch.device) -> None:
     state = torch.zeros(2, dtype=torch.int32, device=device)
     torch.cuda.synchronize(device)
     dist.barrier()  # all are zero before anybody writes
-    exchange = all_reduce_triton.Exchange(buffers, state, rank, size, num_words)
+    pdl = torch.cuda.get_device_capability(device) >= (9, 0)
+    exchange = all_reduce_triton.Exchange(buffers, state, rank, size, num_words, pdl)
     _exchanges[group] = (exchange, words)
 
 
