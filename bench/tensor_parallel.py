@@ -1,6 +1,6 @@
 """Two ranks against one on GPUs of one host: same tokens, decode step, host time, starts, a death.
 
-    python -m bench.tensor_parallel [--tp 2] [--limit 420] [--only PART...] [--results FOLDER]
+    python -m bench.tensor_parallel [--tp 2] [--limit 420] [--only PART...]
 
 Each part is a process of its own with its own time limit, so that one failure does not lose the
 rest; all tables are printed again at the end. Parts that only check or compile run side by side,
@@ -156,6 +156,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tp", type=int, default=min(2, torch.cuda.device_count()))
     parser.add_argument("--only", nargs="+", default=[""], help="parts whose names begin so")
     parser.add_argument("--limit", type=float, default=420, help="seconds for everything")
+    parser.add_argument("--cache", help="compile cache to use and keep; else one is made")
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args(argv)
     begin = time.monotonic()
@@ -165,8 +166,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     def left() -> float:
         return float(args.limit) - (time.monotonic() - begin)
 
-    cache = tempfile.mkdtemp(prefix="fullgraph-bench-")
-    atexit.register(shutil.rmtree, cache, ignore_errors=True)
+    cache = args.cache
+    if cache is None:
+        cache = tempfile.mkdtemp(prefix="fullgraph-bench-")
+        atexit.register(shutil.rmtree, cache, ignore_errors=True)
     # Several processes compile at once at first.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")
     os.environ.setdefault("PYTHONFAULTHANDLER", "1")
