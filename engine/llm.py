@@ -20,7 +20,7 @@ from typing import Any
 from engine.admission import RequestLimits, build_requests
 from engine.config import EngineConfig, load_config
 from engine.detokenizer import Detokenizer
-from engine.errors import FullgraphError, InvalidRequest
+from engine.errors import EngineDead, FullgraphError, InvalidRequest
 from engine.request import (
     FINISH_STOP,
     EngineRequest,
@@ -298,6 +298,7 @@ class LLM:
         waiting = list(reversed(choices))  # the queue is bounded: hand over no more than it takes
         open_choices: dict[int, _Choice] = {}
         most = self.config.scheduler.max_waiting or 1
+        dead = False
         try:
             while waiting or open_choices:
                 while waiting and len(open_choices) < most:
@@ -310,9 +311,12 @@ class LLM:
                     continue
                 ended = self._apply(output, open_choices)
                 yield from itertools.repeat(None, 1 if each_step else ended)
+        except EngineDead:  # no step will end any more
+            dead = True
+            raise
         finally:
             core.abort(list(open_choices))
-            while core.has_work:
+            while core.has_work and not dead:
                 core.step()
 
     def _apply(self, output: StepOutput, open_choices: dict[int, _Choice]) -> int:

@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,8 +26,10 @@ from engine import cli, rank_process
 from engine.artefacts import fingerprint_of, prepare, store_of
 from engine.config import EngineConfig, ModelOptions, ParallelOptions, load_config
 from engine.errors import ConfigError, EngineDead, ModelError
+from engine.llm import LLM
 from engine.memory import smallest_free
 from engine.rank_leader import STOP, WARM
+from engine.request import SamplingParams
 from engine.startup import start_engine
 from engine.world import World, rank_zero, ranks_here
 from tests.e2e.harness import greedy_requests, run, running_engine, write_config
@@ -135,20 +138,21 @@ def test_a_rank_killed_mid_stream(tmp_path: Path) -> None:
 
 
 def test_a_rank_killed_under_an_engine_in_this_process(tmp_path: Path) -> None:
-    """Steps end with an error that names it; the engine can be closed and another started."""
-    save_model(tmp_path, MODELS["qwen2"])
+    """Jobs end with an error that names it; the engine can be closed and another started."""
+    sections: dict[str, dict[str, Any]] = {"model": {"load": "random"}, "parallel": {"tp": 2}}
     others = children_of(os.getpid())
-    with running_engine(tmp_path, parallel={"tp": 2}) as engine:
+    params = SamplingParams(max_tokens=150, temperature=0, ignore_eos=True)
+    folder = model_folder(tmp_path)
+    jobs = [[3 + i, 50 + i] for i in range(3)]
+    with LLM(write_config(folder, **sections)) as llm:
         (follower,) = set(children_of(os.getpid())) - set(others)
-        engine.core.add(greedy_requests(prompts(), 150))
-        engine.core.step()
-        os.kill(follower, signal.SIGKILL)
+        threading.Timer(0.2, os.kill, (follower, signal.SIGKILL)).start()
         with pytest.raises(EngineDead, match="rank 1 was killed by SIGKILL"):
-            for _ in range(500):
-                engine.core.step()
+            for _ in range(50):
+                llm.generate(jobs, params, progress=False)
     assert not dist.is_initialized()
-    with running_engine(tmp_path, parallel={"tp": 2}) as engine:
-        run(engine, greedy_requests(prompts(), 3))
+    with running_engine(folder, **sections) as engine:
+        run(engine, greedy_requests(jobs, 3))
 
 
 def test_an_idle_server_notices_and_a_killed_engine_leaves_no_rank(tmp_path: Path) -> None:
