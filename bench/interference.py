@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import random
 import sys
@@ -34,6 +35,7 @@ from engine.config import load_config
 from engine.engine_core import EngineCore
 from engine.request import EngineRequest
 from engine.scheduler.batch import ScheduledBatch
+from engine.scheduler.limits import SchedulerLimits
 from engine.scheduler.scheduler import Scheduler
 from engine.startup import Engine, start_engine
 
@@ -53,11 +55,32 @@ def running(config: Path, overrides: Sequence[str]) -> Iterator[Engine]:
         engine.close()
 
 
-def core_with(engine: Engine, budget: int | None) -> EngineCore:
+class Recording(Scheduler):
+    """A scheduler that keeps its steps in `batches`."""
+
+    def __init__(self, limits: SchedulerLimits) -> None:
+        super().__init__(limits)
+        self.batches: list[ScheduledBatch] = []
+
+    def schedule(self) -> ScheduledBatch | None:
+        batch = super().schedule()
+        if batch is not None:
+            self.batches.append(batch)
+        return batch
+
+
+def core_with(
+    engine: Engine, budget: int | None, unit: float | None
+) -> tuple[EngineCore, Recording]:
     """A new scheduler over the engine's worker."""
     limits = engine.core.scheduler.limits
-    limits = dataclasses.replace(limits, step_budget=budget or limits.step_budget)
-    return EngineCore(Scheduler(limits), engine.worker, overlap=limits.overlap)
+    limits = dataclasses.replace(
+        limits,
+        step_budget=budget or limits.step_budget,
+        context_unit=unit or limits.context_unit,
+    )
+    scheduler = Recording(limits)
+    return EngineCore(scheduler, engine.worker, overlap=limits.overlap), scheduler
 
 
 def step_until(core: EngineCore, request_id: int | None, most: int) -> list[float]:
@@ -74,20 +97,25 @@ def step_until(core: EngineCore, request_id: int | None, most: int) -> list[floa
     return times
 
 
-def interference(engine: Engine, args: argparse.Namespace, budget: int | None) -> dict[str, Any]:
+def interference(
+    engine: Engine, args: argparse.Namespace, budget: int | None, unit: float | None
+) -> dict[str, Any]:
     """One long prompt among running requests."""
-    core, rng = core_with(engine, budget), random.Random(0)
+    rng = random.Random(0)
+    core, scheduler = core_with(engine, budget, unit)
     num_ids = engine.model.vocab_size
 
     def request(number: int, length: int, max_tokens: int) -> EngineRequest:
         return EngineRequest(number, [rng.randrange(num_ids) for _ in range(length)], max_tokens)
 
-    room = min(4000, core.scheduler.limits.max_model_len - args.context)
+    room = min(4000, scheduler.limits.max_model_len - args.context)
     short = [request(i, args.context, room) for i in range(args.running)]
     assert not core.add(short)
     step_until(core, None, 40)
     quiet = step_until(core, None, 100)
     long = request(args.running, args.prompt, 1)
+    # The step in flight is the first of those whose outputs are still to come.
+    begun = len(scheduler.batches) - 1
     begin = time.perf_counter()
     assert not core.add([long])
     times = step_until(core, long.request_id, 10**6)
@@ -95,8 +123,10 @@ def interference(engine: Engine, args: argparse.Namespace, budget: int | None) -
     while core.has_work:
         core.step()
     gaps = 1e3 * np.diff([quiet[-1], *times])
-    limits = core.scheduler.limits
+    limits = scheduler.limits
+    steps = scheduler.batches[begun : begun + len(times)]
     return {
+        "timeline": [timeline_row(step, gap) for step, gap in zip(steps, gaps, strict=True)],
         "step_budget": int(limits.step_budget),
         "context_unit": int(limits.context_unit),
         "steps": len(times),
@@ -104,6 +134,13 @@ def interference(engine: Engine, args: argparse.Namespace, budget: int | None) -
         **{f"gap_ms_{key}": value for key, value in summary(list(gaps)).items()},
         "ttft_ms": 1e3 * (times[-1] - begin),
     }
+
+
+def timeline_row(step: ScheduledBatch, gap: float) -> dict[str, Any]:
+    """Decode rows, where the chunk starts, its tokens, and milliseconds."""
+    chunk = step.num_tokens - step.num_decode_rows
+    start = int(step.row_starts[-1]) if chunk else 0
+    return {"rows": step.num_decode_rows, "start": start, "chunk": chunk, "ms": round(gap, 3)}
 
 
 def mixed_batch(rows: ScheduledBatch, pages: np.ndarray[Any, Any], page: int) -> ScheduledBatch:
@@ -198,6 +235,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--context", type=int, default=512, help="tokens of their prompts")
     add("--prompt", type=int, default=32768, help="tokens of the prompt that arrives")
     add("--budgets", type=int, nargs="*", help="scheduler.step_budget; default: the configured")
+    add("--context-units", type=float, nargs="*", help="scheduler.context_unit, likewise")
     add("--rows", type=int, help="decode rows inside an extend step instead")
     add("--row-context", type=int, default=32768)
     add("--layers", type=int, default=8)
@@ -208,9 +246,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows = [rows_in_extend(args)]
     else:
         with running(args.config, args.overrides) as engine:
-            interference(engine, args, None)  # a first pass warms what is left
-            rows = [interference(engine, args, b) for b in args.budgets or [None]]
-    print(table(rows))
+            interference(engine, args, None, None)  # a first pass warms what is left
+            settings = itertools.product(args.context_units or [None], args.budgets or [None])
+            rows = [interference(engine, args, budget, unit) for unit, budget in settings]
+    print(table([{k: v for k, v in row.items() if k != "timeline"} for row in rows]))
     print(f"\n{save(args.name, {'rows': rows}, args.results)}")
     return 0
 

@@ -35,14 +35,15 @@ except ImportError:  # no Triton: a CPU
 
 _INT_MARGIN = 1 << 16
 _XQA_PAGES = (16, 32, 64, 128)
+_SPLIT_TOKENS = 512  # `mixed`: chunks of steps up to here go through fa2, which splits keys
 
 
 class AttentionPlanner:
     """Runners of every bucket and window, and their plans.
 
     Args:
-        decode: fa2, fa3, xqa or triton. extend: fa2 or fa3, for the chunks; the decode rows of an
-            extend step go through `decode`'s kernel.
+        decode: fa2, fa3, xqa or triton. extend: fa2, fa3 or mixed, for the chunks; the decode rows
+            of an extend step go through `decode`'s kernel.
         first_layer: the cache of the model's first layer.
         workspace_bytes: FlashInfer's float workspace; made larger where the buckets need it.
         keeper: of FlashInfer's built modules.
@@ -67,8 +68,10 @@ class AttentionPlanner:
         self._kernels = {"decode": decode, "extend": extend}
         self._check(decode, extend)
         self._most_rows = max(_rows_of(b) for b in buckets)
+        chunks = [b.num_tokens for b in buckets if b.kind == "extend"]
+        split = [n for n in chunks if self._chunk_kernel(n) == "fa2"]
         most_tokens = max(b.num_tokens for b in buckets)
-        num_bytes = max(workspace_bytes, self._float_bytes(most_tokens))
+        num_bytes = max(workspace_bytes, self._float_bytes(max(split, default=0)))
         self._workspace = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
         self._int_bytes = self._plan_bytes(most_tokens)
         self._spaces: dict[tuple[bool, int], PlanSpace] = {}
@@ -106,12 +109,17 @@ class AttentionPlanner:
         num_rows = _rows_of(bucket)
         if bucket.kind == "decode":
             return self._decode_runner(bucket, num_rows, window)
-        chunks = self._part(
-            bucket, self._kernels["extend"], True, num_rows, bucket.num_tokens, window
-        )
+        kernel = self._chunk_kernel(bucket.num_tokens)
+        chunks = self._part(bucket, kernel, True, num_rows, bucket.num_tokens, window)
         return attention_cuda.Extend(
             chunks, self._decode_runner(bucket, num_rows, window), num_rows
         )
+
+    def _chunk_kernel(self, num_tokens: int) -> str:
+        kernel = self._kernels["extend"]
+        if kernel != "mixed":
+            return kernel
+        return "fa2" if num_tokens <= _SPLIT_TOKENS else "fa3"
 
     def _decode_runner(self, bucket: Bucket, num_rows: int, window: int) -> Any:
         shape, kernel = self._shape, self._kernels["decode"]
@@ -202,8 +210,8 @@ class AttentionPlanner:
                 f"model.dtype: attention on a GPU is bfloat16 or float16, not {shape.dtype}"
             )
         for key, kernel in (("decode", decode), ("extend", extend)):
-            if kernel == "fa3" and major != 9:
-                raise ConfigError(f"attention.{key}: fa3 needs a Hopper GPU")
+            if kernel in ("fa3", "mixed") and major != 9:
+                raise ConfigError(f"attention.{key}: {kernel} needs a Hopper GPU")
         if decode == "xqa" and (shape.page_size not in _XQA_PAGES or major < 9):
             raise ConfigError(
                 f"attention.decode: xqa needs Hopper or later and kv.page_size in {_XQA_PAGES}, "
@@ -213,13 +221,16 @@ class AttentionPlanner:
     def _float_bytes(self, most_tokens: int) -> int:
         """fa2 keeps a partial result of every tile of a padded plan: tiles * rows of a tile * heads
         * D floats.
+
+        Args:
+            most_tokens: of an extend step whose chunks go through fa2, 0 for none.
         """
         shape = self._shape
         programs = torch.cuda.get_device_properties(self._device).multi_processor_count * 2
         decode = _tiles(self._most_rows, 16, self._most_rows, shape.group)
         tile_rows = 16 * max(programs // shape.num_kv_heads, decode)
-        if self._kernels["extend"] == "fa2":
-            chunks = _tiles(most_tokens, 128, self._most_rows, shape.group)
+        if most_tokens:
+            chunks = _tiles(most_tokens + self._most_rows, 128, self._most_rows, shape.group)
             tile_rows = max(tile_rows, 128 * max(programs // shape.num_kv_heads, chunks))
         return tile_rows * shape.num_heads * (shape.head_dim + 1) * 4 + _INT_MARGIN
 
@@ -229,8 +240,8 @@ class AttentionPlanner:
         """
         shape, rows = self._shape, self._most_rows
         fa3 = 28 * (-(-most_tokens // 128) + rows) * shape.num_heads
-        tiles = _tiles(most_tokens, 16, rows, shape.group) + 1024
-        fa2 = 16 * tiles + 4 * (most_tokens + rows)
+        tiles = _tiles(most_tokens + rows, 16, rows, shape.group) + 1024
+        fa2 = 16 * tiles + 4 * (most_tokens + 2 * rows)
         return max(fa3, fa2) + _INT_MARGIN
 
 

@@ -100,7 +100,7 @@ class AttentionOptions(Options):
     """Which attention kernels. workspace: bytes."""
 
     decode: Literal["auto", "triton", "fa2", "fa3", "xqa", "reference"] = "auto"
-    extend: Literal["auto", "fa2", "fa3", "reference"] = "auto"
+    extend: Literal["auto", "mixed", "fa2", "fa3", "reference"] = "auto"
     workspace: Bytes = 256 * 2**20
 
 

@@ -126,7 +126,10 @@ class PartPlan:
         self._kv_lens = np.ones(num_rows, np.int32)
         self._kv_indptr = np.zeros(num_rows + 1, np.int32)
         self._qo_indptr = np.arange(num_rows + 1, dtype=np.int32)
-        tail = [num_tokens, num_rows, shape.num_heads, shape.num_kv_heads, shape.page_size, True]
+        # fa2 chooses its tile for the longest row that leaves every other row a token; here rows
+        # may be empty, so the longest has all tokens.
+        bound = num_tokens + num_rows - 1 if self._fa2 and chunks else num_tokens
+        tail = [bound, num_rows, shape.num_heads, shape.num_kv_heads, shape.page_size, True]
         tail += [shape.head_dim, shape.head_dim, chunks, window - 1 if window else -1]
         if self._fa2:
             tail += [-1, False, 0]  # no fixed split, splits allowed, no other kernel beside it
@@ -172,9 +175,11 @@ class PartPlan:
         self._kv_lens[n:used] = rows.starts[n:] + rows.lens[n:]
         self._kv_lens[used:] = 0
         self._pages[:] = (self._kv_lens + (page - 1)) // page
-        # fa2 reads the offsets on the device, where decode rows are rows of no keys; fa3 takes ours
-        # and skips them.
-        self._qo_indptr[: n + 1] = np.arange(n + 1) if self._fa2 else n
+        # To fa2, which reads the offsets on the device, the decode rows are one row of no keys, the
+        # last of them: a tile of each would use up the tiles among which it splits keys. fa3 takes
+        # ours and skips them.
+        self._qo_indptr[:n] = 0 if self._fa2 else n
+        self._qo_indptr[n] = n
         np.cumsum(rows.lens[n:], out=self._qo_indptr[n + 1 : used + 1])
         self._qo_indptr[n + 1 : used + 1] += n
         self._qo_indptr[used + 1 :] = self._qo_indptr[used]

@@ -58,7 +58,7 @@ class ResolvedAttention(AttentionOptions):
     """Kernels that this device has."""
 
     decode: Literal["triton", "fa2", "fa3", "xqa", "reference"]
-    extend: Literal["fa2", "fa3", "reference"]
+    extend: Literal["mixed", "fa2", "fa3", "reference"]
 
 
 class ResolvedParallel(ParallelOptions):
@@ -251,7 +251,7 @@ def _attention(
                     f"attention.{key}: got {kernel}, allowed: auto or reference, on a CPU"
                 )
         return dict.fromkeys(kernels, "reference")
-    extend = "fa3" if capability == _HOPPER else "fa2"
+    extend = "mixed" if capability == _HOPPER else "fa2"
     return {"decode": _or(kernels["decode"], "triton"), "extend": _or(kernels["extend"], extend)}
 
 

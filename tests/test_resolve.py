@@ -67,7 +67,7 @@ def test_cpu() -> None:
 def test_gpu() -> None:
     config = resolved(config_with(), cuda=True, capability=(9, 0))
     assert (config.device, config.model.dtype) == ("cuda", "bfloat16")
-    assert (config.attention.decode, config.attention.extend) == ("triton", "fa3")
+    assert (config.attention.decode, config.attention.extend) == ("triton", "mixed")
     assert (config.scheduler.max_running, config.scheduler.max_step_tokens) == (256, 8192)
     assert config.scheduler.step_budget == 8192
     assert resolved(config_with(), cuda=True, capability=(8, 0)).attention.extend == "fa2"

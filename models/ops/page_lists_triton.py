@@ -37,8 +37,8 @@ def fill_page_lists(
 
     chunks False: decode rows have their pages, every other row has one page, page 0, of one token.
     chunks True: decode rows have no pages, every other row has those of its context and its own
-        tokens; qo_indptr
-    gets the rows' offsets.
+        tokens; qo_indptr gets the rows' offsets, but 0 for decode rows: the last of them has all
+        their tokens.
     """
     num_rows = last_page_len.shape[0]
     _page_lists_kernel[(num_rows,)](
@@ -100,7 +100,7 @@ def _page_lists_kernel(
         tl.store(kv_indptr_ptr + num_rows, begin + num_pages)
     if CHUNKS:
         q_begin = tl.sum(tl.where(before, lens, 0))
-        tl.store(qo_indptr_ptr + row, q_begin)
+        tl.store(qo_indptr_ptr + row, q_begin * (1 - is_decode))
         if row == num_rows - 1:
             tl.store(qo_indptr_ptr + num_rows, q_begin + tl.sum(tl.where(mine, lens, 0)))
         keep = 1
