@@ -72,12 +72,14 @@ class Recording(Scheduler):
 def core_with(
     engine: Engine, budget: int | None, unit: float | None
 ) -> tuple[EngineCore, Recording]:
-    """A new scheduler over the engine's worker."""
+    """A new scheduler over the engine's worker; contexts cost less by what `unit` is larger."""
     limits = engine.core.scheduler.limits
+    scale = (unit or limits.buckets[-1].context_unit) / limits.buckets[-1].context_unit
     limits = dataclasses.replace(
         limits,
         step_budget=budget or limits.step_budget,
-        context_unit=unit or limits.context_unit,
+        decode_unit=scale * limits.decode_unit,
+        buckets=tuple(b._replace(context_unit=scale * b.context_unit) for b in limits.buckets),
     )
     scheduler = Recording(limits)
     return EngineCore(scheduler, engine.worker, overlap=limits.overlap), scheduler
@@ -128,7 +130,7 @@ def interference(
     return {
         "timeline": [timeline_row(step, gap) for step, gap in zip(steps, gaps, strict=True)],
         "step_budget": int(limits.step_budget),
-        "context_unit": int(limits.context_unit),
+        "context_unit": int(limits.buckets[-1].context_unit),
         "steps": len(times),
         "quiet_gap_ms_p50": summary(list(1e3 * np.diff(quiet)))["p50"],
         **{f"gap_ms_{key}": value for key, value in summary(list(gaps)).items()},
@@ -242,15 +244,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--name", default="interference", help="of the JSON file")
     add("--results", type=Path, default=RESULTS)
     args = parser.parse_args(argv)
+    rows = []
     if args.rows:
-        rows = [rows_in_extend(args)]
+        rows.append(rows_in_extend(args))
+        save(args.name, {"rows": rows}, args.results)
     else:
         with running(args.config, args.overrides) as engine:
             interference(engine, args, None, None)  # a first pass warms what is left
             settings = itertools.product(args.context_units or [None], args.budgets or [None])
-            rows = [interference(engine, args, budget, unit) for unit, budget in settings]
+            for unit, budget in settings:
+                rows.append(interference(engine, args, budget, unit))
+                save(args.name, {"rows": rows}, args.results)
     print(table([{k: v for k, v in row.items() if k != "timeline"} for row in rows]))
-    print(f"\n{save(args.name, {'rows': rows}, args.results)}")
     return 0
 
 

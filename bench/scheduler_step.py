@@ -22,7 +22,7 @@ import numpy as np
 from engine.output_processor import OutputProcessor
 from engine.request import EngineRequest
 from engine.scheduler.batch import ScheduledBatch, StepResult
-from engine.scheduler.limits import SchedulerLimits
+from engine.scheduler.limits import SchedulerLimits, TokenBucket
 from engine.scheduler.scheduler import Scheduler
 from engine.step_inputs import Bucket, pack
 
@@ -56,7 +56,8 @@ def make_limits(batch: int, length: int) -> SchedulerLimits:
         max_waiting=batch,
         max_step_tokens=max(8192, batch),
         step_budget=1e9,
-        context_unit=16384,
+        decode_unit=16384,
+        buckets=(TokenBucket(max(8192, batch), 16384),),
         policy="fcfs",
         output_estimate=0.25,
         prefix_cache=True,

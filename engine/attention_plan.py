@@ -25,6 +25,7 @@ from engine.flashinfer_plan import (
     load_module,
     xqa_call,
 )
+from engine.resolve import chunk_kernel
 from engine.scheduler.batch import ScheduledBatch
 from engine.step_inputs import Bucket
 
@@ -35,7 +36,6 @@ except ImportError:  # no Triton: a CPU
 
 _INT_MARGIN = 1 << 16
 _XQA_PAGES = (16, 32, 64, 128)
-_SPLIT_TOKENS = 512  # `mixed`: chunks of steps up to here go through fa2, which splits keys
 
 
 class AttentionPlanner:
@@ -69,7 +69,7 @@ class AttentionPlanner:
         self._check(decode, extend)
         self._most_rows = max(_rows_of(b) for b in buckets)
         chunks = [b.num_tokens for b in buckets if b.kind == "extend"]
-        split = [n for n in chunks if self._chunk_kernel(n) == "fa2"]
+        split = [n for n in chunks if chunk_kernel(extend, n) == "fa2"]
         most_tokens = max(b.num_tokens for b in buckets)
         num_bytes = max(workspace_bytes, self._float_bytes(max(split, default=0)))
         self._workspace = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
@@ -109,17 +109,11 @@ class AttentionPlanner:
         num_rows = _rows_of(bucket)
         if bucket.kind == "decode":
             return self._decode_runner(bucket, num_rows, window)
-        kernel = self._chunk_kernel(bucket.num_tokens)
+        kernel = chunk_kernel(self._kernels["extend"], bucket.num_tokens)
         chunks = self._part(bucket, kernel, True, num_rows, bucket.num_tokens, window)
         return attention_cuda.Extend(
             chunks, self._decode_runner(bucket, num_rows, window), num_rows
         )
-
-    def _chunk_kernel(self, num_tokens: int) -> str:
-        kernel = self._kernels["extend"]
-        if kernel != "mixed":
-            return kernel
-        return "fa2" if num_tokens <= _SPLIT_TOKENS else "fa3"
 
     def _decode_runner(self, bucket: Bucket, num_rows: int, window: int) -> Any:
         shape, kernel = self._shape, self._kernels["decode"]
@@ -276,6 +270,20 @@ def build_planner(
         int(attention.workspace),
         keeper,
     )
+
+
+def chunk_wave(device: torch.device, num_heads: int, head_dim: int) -> int:
+    """Tokens of one chunk whose blocks keep all multiprocessors of a GPU busy in fa3, which has a
+    block for each head and 128 queries (192 in heads of 64); 1 on a CPU.
+
+    Args:
+        num_heads: this rank's.
+    """
+    if device.type == "cpu":
+        return 1
+    programs = torch.cuda.get_device_properties(device).multi_processor_count
+    tile = 192 if head_dim == 64 else 128
+    return tile * max(1, programs // num_heads)
 
 
 def _name(dtype: torch.dtype) -> str:

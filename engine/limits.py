@@ -5,13 +5,28 @@ Knows nothing of torch.
 
 from __future__ import annotations
 
-from engine.resolve import ResolvedConfig
-from engine.scheduler.limits import SchedulerLimits
+from engine.resolve import ResolvedConfig, chunk_kernel
+from engine.scheduler.limits import SchedulerLimits, TokenBucket
+
+# What fa2 takes for a pair of tokens, over what fa3 does where it keeps the whole device busy.
+_FA2_COST = 1.6
+# Multiplications and additions that a GPU does in a step's matrices while it reads a byte of KV.
+_FLOPS_A_BYTE = 134
 
 
-def scheduler_limits(config: ResolvedConfig, num_pages: int, vocab_size: int) -> SchedulerLimits:
-    """The scheduler's part of a resolved configuration, with what was measured at start."""
+def scheduler_limits(
+    config: ResolvedConfig, num_pages: int, vocab_size: int, kv_share: float, wave: int
+) -> SchedulerLimits:
+    """The scheduler's part of a resolved configuration, with what was measured at start.
+
+    Args:
+        kv_share: kv heads over query heads.
+        wave: tokens of one chunk that keep the whole device busy; see TokenBucket.
+    """
     s, page_size = config.scheduler, config.kv.page_size
+    # A pair of tokens is 4 FLOPs a query head and dim, a token of a decode row's context 4 bytes a
+    # kv head and dim.
+    decode_cost = max(1.0, kv_share * _FLOPS_A_BYTE) if config.device == "cuda" else 1.0
     return SchedulerLimits(
         num_pages=num_pages,
         page_size=page_size,
@@ -20,7 +35,8 @@ def scheduler_limits(config: ResolvedConfig, num_pages: int, vocab_size: int) ->
         max_waiting=s.max_waiting,
         max_step_tokens=s.max_step_tokens,
         step_budget=s.step_budget,
-        context_unit=s.context_unit,
+        decode_unit=s.context_unit / decode_cost,
+        buckets=tuple(_bucket(config, n, wave) for n in config.compile.extend_buckets),
         policy=s.policy,
         output_estimate=s.output_estimate,
         prefix_cache=config.kv.prefix_cache,
@@ -29,8 +45,14 @@ def scheduler_limits(config: ResolvedConfig, num_pages: int, vocab_size: int) ->
         max_page_updates=max_page_updates(config),
         overlap=s.overlap,
         vocab_size=vocab_size,
-        token_buckets=config.compile.extend_buckets,
     )
+
+
+def _bucket(config: ResolvedConfig, num_tokens: int, wave: int) -> TokenBucket:
+    kernel, unit = chunk_kernel(config.attention.extend, num_tokens), config.scheduler.context_unit
+    if kernel == "fa3":
+        return TokenBucket(num_tokens, unit, wave)
+    return TokenBucket(num_tokens, unit / _FA2_COST if kernel == "fa2" else unit)
 
 
 def max_page_updates(config: ResolvedConfig) -> int:

@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 DType = Literal["float32", "bfloat16", "float16"]
 DEFAULT_CONTEXT_UNIT = 16384
 _SMALLEST_EXTEND_BUCKET = 64
+_EXTEND_STEP = 1024
+_SPLIT_TOKENS = 512
 _BUCKET_STEP = 8
 _MOST_CPU_WORKERS = 4
 _HOPPER = (9, 0)
@@ -94,13 +96,25 @@ def decode_buckets(max_running: int) -> tuple[int, ...]:
 
 
 def extend_buckets(max_step_tokens: int) -> tuple[int, ...]:
-    """64 128 256 ... max_step_tokens (tokens)."""
+    """64 128 256 512 1024 2048 3072 ... max_step_tokens (tokens)."""
     buckets = []
     size = _SMALLEST_EXTEND_BUCKET
     while size < max_step_tokens:
         buckets.append(size)
-        size *= 2
+        size += min(size, max(_EXTEND_STEP, max_step_tokens // 8))
     return (*buckets, max_step_tokens)
+
+
+def chunk_kernel(extend: str, num_tokens: int) -> str:
+    """The attention kernel of the chunks of a step of so many tokens; `extend` is the resolved
+    attention.extend.
+
+    Below some 1,000 tokens a chunk has fewer blocks of queries than the GPU has multiprocessors,
+    and only fa2 splits keys among them.
+    """
+    if extend != "mixed":
+        return extend
+    return "fa2" if num_tokens <= _SPLIT_TOKENS else "fa3"
 
 
 def resolve(

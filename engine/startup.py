@@ -19,6 +19,7 @@ import torch
 
 from compile_cache import Session, preload
 from engine.artefacts import Prepared, open_cache, prepare
+from engine.attention_plan import chunk_wave
 from engine.compile_jobs import VARIANTS
 from engine.compiler import LOW_PRIORITY, Compiler
 from engine.config import EngineConfig
@@ -33,6 +34,8 @@ from engine.worker import ProgressCallback, Worker
 from engine.world import rank_zero
 from models.config import ModelConfig
 from models.errors import ModelError as ModelsError
+from models.inputs import TensorParallel
+from models.sharding import local_heads
 
 # A file to which the seconds of each phase of the start are written, for bench/startup.py.
 STARTUP_JSON = "FULLGRAPH_STARTUP_JSON"
@@ -174,7 +177,10 @@ def start_engine(
     resolved, model = prepared.config, prepared.model
     ranks.started()
     num_pages = worker.capacity.num_pages
-    scheduler = Scheduler(scheduler_limits(resolved, num_pages, model.vocab_size))
+    num_heads, num_kv_heads = local_heads(model, TensorParallel(size=resolved.parallel.tp))
+    wave = chunk_wave(worker.device, num_heads, model.head_dim)
+    share = num_kv_heads / num_heads
+    scheduler = Scheduler(scheduler_limits(resolved, num_pages, model.vocab_size, share, wave))
     core = EngineCore(scheduler, worker, overlap=resolved.scheduler.overlap)
     _write_phases(worker, time.perf_counter() - begin)
     # What is alive now stays alive: the collector would walk it all, a second each time.

@@ -10,7 +10,14 @@ import pytest
 from engine.config import EngineConfig, validate
 from engine.errors import ConfigError
 from engine.machine import Machine
-from engine.resolve import ResolvedConfig, decode_buckets, extend_buckets, resolve, settings_of
+from engine.resolve import (
+    ResolvedConfig,
+    chunk_kernel,
+    decode_buckets,
+    extend_buckets,
+    resolve,
+    settings_of,
+)
 
 MACHINE = Machine(cores=6, compiler="g++")
 
@@ -39,10 +46,16 @@ def test_decode_buckets() -> None:
 
 
 def test_extend_buckets() -> None:
-    assert extend_buckets(8192) == (64, 128, 256, 512, 1024, 2048, 4096, 8192)
+    assert extend_buckets(4000) == (64, 128, 256, 512, 1024, 2048, 3072, 4000)
+    assert extend_buckets(16384)[4:8] == (1024, 2048, 4096, 6144)
     assert extend_buckets(64) == (64,)
     assert extend_buckets(7) == (7,)
     assert extend_buckets(100) == (64, 100)
+
+
+def test_short_chunks_split_keys() -> None:
+    assert [chunk_kernel("mixed", n) for n in (64, 512, 1024)] == ["fa2", "fa2", "fa3"]
+    assert chunk_kernel("fa3", 64) == "fa3" and chunk_kernel("reference", 64) == "reference"
 
 
 def test_buckets_increase_to_the_limit() -> None:

@@ -59,8 +59,6 @@ def next_chunk(
         return None
     room = (held + new_pages) * plan.limits.page_size - start
     count = min(total - start, room, plan.affordable(start))
-    if 0 < count < total - start:
-        count = plan.fill_bucket(count)
     scored_from = max(start, state.num_scored - 1)
     if state.scores_prompt:
         # From there on every token has a logit row.

@@ -1,4 +1,8 @@
-"""SchedulerLimits: every number the scheduler obeys, and the cost of a chunk.
+"""SchedulerLimits: every number the scheduler obeys, and what a step costs.
+
+A step costs the tokens it is padded to, and for attention: of its chunks the pairs of a token and
+one before it, over the bucket's context_unit; of its decode rows, which are bound by the bytes they
+read, their context over decode_unit.
 
 Knows nothing of configuration files: engine.config validates what a user wrote, here a wrong number
 is our own bug.
@@ -8,13 +12,34 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Policy = Literal["fcfs", "priority", "longest_prefix"]
 
 # A step's first chunk gets this many tokens even when decode rows used the whole budget, so that a
 # budget smaller than the running requests need can slow prompts down but never stop them.
 MIN_CHUNK_TOKENS = 16
+# Of the budget, for the same reason, this share is left for a step's tokens and chunks.
+MIN_CHUNK_SHARE = 0.25
+
+
+class TokenBucket(NamedTuple):
+    """A size that extend steps are padded to, and what contexts cost there.
+
+    Attributes:
+        tokens: of the step, padding included.
+        context_unit: context length at which a token of a chunk costs twice as much as at none.
+        wave: tokens of one chunk that keep the whole device busy where attention does not split
+            keys: the context of a chunk costs as much as that of whole waves. 1: it is split.
+    """
+
+    tokens: int
+    context_unit: float
+    wave: int = 1
+
+    def waves(self, num_tokens: int) -> int:
+        """`num_tokens` in whole waves, in tokens."""
+        return -(-num_tokens // self.wave) * self.wave
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,9 +53,10 @@ class SchedulerLimits:
         max_running: slots, so rows of a step.
         max_waiting: requests that may wait beyond those a free slot is there for.
         max_step_tokens: tokens of one step, at least max_running.
-        step_budget: cost of one step (see chunk_cost); decode rows are always part of a step and
-            count.
-        context_unit: context length at which a token costs twice as much as at none.
+        step_budget: cost of a step that has decode rows, which are always part of it; a step
+            without them has no budget.
+        decode_unit: context length at which a decode row costs twice as much as at none.
+        buckets: what extend steps are padded to, ascending; the last has max_step_tokens.
         policy: order of the waiting queue.
         output_estimate: share of max_tokens that admission assumes a request will use, in [0, 1].
         prefix_cache: keep pages in the prefix tree.
@@ -42,7 +68,6 @@ class SchedulerLimits:
             more is a good value.
         overlap: schedule() of a step is called before process() of the step before (else never).
         vocab_size: size of the vocabulary.
-        token_buckets: ascending, tokens that extend steps are padded to; () where none matters.
     """
 
     num_pages: int
@@ -52,7 +77,8 @@ class SchedulerLimits:
     max_waiting: int
     max_step_tokens: int
     step_budget: float
-    context_unit: float
+    decode_unit: float
+    buckets: tuple[TokenBucket, ...]
     policy: Policy
     output_estimate: float
     prefix_cache: bool
@@ -61,7 +87,6 @@ class SchedulerLimits:
     max_page_updates: int
     overlap: bool
     vocab_size: int
-    token_buckets: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("page_size", "max_model_len", "max_running", "vocab_size"):
@@ -71,7 +96,8 @@ class SchedulerLimits:
         assert self.num_pages >= 2, "the KV cache has no page besides the dummy"
         assert self.max_waiting >= 0
         assert self.step_budget > 0
-        assert self.context_unit > 0
+        assert self.decode_unit > 0
+        assert self.buckets[-1].tokens == self.max_step_tokens
         assert 0 <= self.output_estimate <= 1
         assert self.policy in ("fcfs", "priority", "longest_prefix")
 
@@ -85,24 +111,20 @@ class SchedulerLimits:
         return -(-num_tokens // self.page_size)
 
 
-def chunk_cost(start: int, num_tokens: int, context_unit: float) -> float:
-    """Cost of `num_tokens` tokens from position `start`: sum over them of 1 + position /
-    context_unit.
-    """
-    positions = num_tokens * start + num_tokens * (num_tokens - 1) / 2
-    return num_tokens + positions / context_unit
+def context_pairs(start: int, num_tokens: int) -> float:
+    """Pairs of a token from position `start` on and one before it: the sum of their positions."""
+    return num_tokens * start + num_tokens * (num_tokens - 1) / 2
 
 
-def tokens_within(start: int, budget: float, context_unit: float) -> int:
-    """The most tokens from position `start` whose chunk_cost is at most `budget`."""
-    if budget < 1 + start / context_unit:
+def tokens_within(start: int, pairs: float) -> int:
+    """The most tokens from position `start` with at most so many context_pairs."""
+    if pairs < 0:
         return 0
-    half = 0.5 / context_unit
-    slope = 1 + (start - 0.5) / context_unit
-    # The root of half n^2 + slope n = budget, in the form that does not cancel for a small `half`.
-    num_tokens = int(2 * budget / (slope + math.sqrt(slope * slope + 4 * half * budget)))
-    while chunk_cost(start, num_tokens + 1, context_unit) <= budget:
+    # The root of n^2 / 2 + (start - 1/2) n = pairs, in the form that does not cancel.
+    slope = start - 0.5
+    num_tokens = int(2 * pairs / (slope + math.sqrt(slope * slope + 2 * pairs))) if pairs else 0
+    while context_pairs(start, num_tokens + 1) <= pairs:
         num_tokens += 1
-    while num_tokens > 0 and chunk_cost(start, num_tokens, context_unit) > budget:
+    while context_pairs(start, num_tokens) > pairs:
         num_tokens -= 1
     return num_tokens

@@ -20,15 +20,18 @@ from engine.scheduler.batch import (
     SlotAdmission,
 )
 from engine.scheduler.limits import (
+    MIN_CHUNK_SHARE,
     MIN_CHUNK_TOKENS,
     SchedulerLimits,
-    chunk_cost,
+    TokenBucket,
+    context_pairs,
     tokens_within,
 )
 from engine.scheduler.slots import SlotTables
 
 DRAW, DRAW_AND_DISCARD = -1, -2
 _NONE = np.zeros(0, np.int32)
+_NO_BUDGET = 1e12
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,9 @@ class StepPlan:
 
     Attributes:
         decode_slots / decode_positions: int32 [rows], in row order.
+        budget: cost of tokens and chunks.
+        pairs: context_pairs of the chunks.
+        deepest: of the chunk that starts last, where it does and its tokens.
     """
 
     limits: SchedulerLimits
@@ -64,7 +70,9 @@ class StepPlan:
     tokens_left: int = 0
     logits_left: int = 0
     updates_left: int = 0
-    cost_left: float = 0.0
+    budget: float = 0.0
+    pairs: float = 0.0
+    deepest: tuple[int, int] = (0, 0)
     updates: list[tuple[I32, I32, I32]] = field(default_factory=list)
     num_updates: int = 0
 
@@ -75,8 +83,10 @@ class StepPlan:
         self.tokens_left = limits.max_step_tokens - rows
         self.logits_left = limits.max_logit_rows - rows
         self.updates_left = limits.max_page_updates - self.num_updates
-        context = int(positions.sum()) if rows else 0
-        self.cost_left = limits.step_budget - rows - context / limits.context_unit
+        self.budget = _NO_BUDGET
+        if rows:
+            left = limits.step_budget - int(positions.sum()) / limits.decode_unit
+            self.budget = max(left, MIN_CHUNK_SHARE * limits.step_budget)
 
     @property
     def is_empty(self) -> bool:
@@ -84,25 +94,28 @@ class StepPlan:
 
     def affordable(self, start: int) -> int:
         """Tokens that a chunk from position `start` may have."""
-        count = tokens_within(start, self.cost_left, self.limits.context_unit)
-        if not self.chunks:
-            count = max(count, MIN_CHUNK_TOKENS)
-        return min(count, self.tokens_left)
-
-    def fill_bucket(self, count: int) -> int:
-        """`count` tokens more; fewer, and no others after them, where so many would be padded by
-        more than a quarter of the step's budget: padding costs what tokens do.
-        """
         used = self.limits.max_step_tokens - self.tokens_left
-        below = 0
-        for bucket in self.limits.token_buckets:
-            if bucket >= used + count:
-                padding = bucket - used - count
-                if below - used < MIN_CHUNK_TOKENS or 4 * padding <= self.limits.step_budget:
-                    break
-                self.tokens_left = below - used
-                return self.tokens_left
-            below = bucket
+        most, below = 0, used
+        for bucket in self.limits.buckets:
+            if bucket.tokens <= used:
+                continue
+            count = min(bucket.tokens - used, self._affordable_in(bucket, start))
+            # Padding costs what tokens do: a larger bucket is worth half of what it adds.
+            if not most or 2 * (count - most) >= bucket.tokens - below:
+                most, below = count, bucket.tokens
+        if not self.chunks:
+            most = max(most, MIN_CHUNK_TOKENS)
+        return min(most, self.tokens_left)
+
+    def _affordable_in(self, bucket: TokenBucket, start: int) -> int:
+        """The same in a step of that bucket, its size aside."""
+        pairs = (self.budget - bucket.tokens) * bucket.context_unit
+        deepest, count = self.deepest
+        if deepest * bucket.waves(count) > pairs:
+            return 0
+        count = tokens_within(start, pairs - self.pairs)
+        if start:
+            count = min(count, int(pairs // (start * bucket.wave)) * bucket.wave)
         return count
 
     def add_updates(self, slots: I32, columns: I32, pages: I32) -> None:
@@ -122,7 +135,8 @@ class StepPlan:
         count = chunk.stop - chunk.start
         self.tokens_left -= count
         self.logits_left -= chunk.stop - chunk.logits_from
-        self.cost_left -= chunk_cost(chunk.start, count, self.limits.context_unit)
+        self.pairs += context_pairs(chunk.start, count)
+        self.deepest = max(self.deepest, (chunk.start, count))
 
     def spare_updates(self) -> int:
         """Page-table updates that this step can still carry."""

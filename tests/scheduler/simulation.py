@@ -13,10 +13,12 @@ from engine.output_processor import OutputProcessor
 from engine.request import EngineRequest, RequestFailed, StepOutput, TokenLogprobs
 from engine.scheduler.batch import ScheduledBatch, StepResult
 from engine.scheduler.limits import (
+    MIN_CHUNK_SHARE,
     MIN_CHUNK_TOKENS,
     Policy,
     SchedulerLimits,
-    chunk_cost,
+    TokenBucket,
+    context_pairs,
 )
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.slots import Phase
@@ -45,7 +47,9 @@ def make_limits(
     max_waiting: int = 1000,
     max_step_tokens: int = 32,
     step_budget: float = 1000.0,
+    decode_unit: float = 16384.0,
     context_unit: float = 16384.0,
+    wave: int = 1,
     policy: Policy = "fcfs",
     output_estimate: float = 0.25,
     prefix_cache: bool = True,
@@ -55,8 +59,13 @@ def make_limits(
     overlap: bool = True,
     token_buckets: tuple[int, ...] = (),
 ) -> SchedulerLimits:
-    """Limits for tests, small."""
+    """Limits for tests, small. Without `token_buckets` nothing is padded."""
     pages_per_sequence = -(-max_model_len // page_size)
+    sizes = (
+        [n for n in token_buckets if n < max_step_tokens]
+        if token_buckets
+        else range(1, max_step_tokens)
+    )
     return SchedulerLimits(
         num_pages=num_pages,
         page_size=page_size,
@@ -65,7 +74,8 @@ def make_limits(
         max_waiting=max_waiting,
         max_step_tokens=max_step_tokens,
         step_budget=step_budget,
-        context_unit=context_unit,
+        decode_unit=decode_unit,
+        buckets=tuple(TokenBucket(n, context_unit, wave) for n in (*sizes, max_step_tokens)),
         policy=policy,
         output_estimate=output_estimate,
         prefix_cache=prefix_cache,
@@ -76,7 +86,6 @@ def make_limits(
         else max_page_updates,
         overlap=overlap,
         vocab_size=VOCAB,
-        token_buckets=token_buckets,
     )
 
 
@@ -252,13 +261,7 @@ class Simulation:
             assert len(batch.update_pages) <= batch.num_rows
         assert batch.num_logit_rows <= limits.max_logit_rows
         assert len(batch.update_pages) <= limits.max_page_updates
-        costs = [
-            chunk_cost(int(start), int(count), limits.context_unit)
-            for start, count in zip(batch.row_starts, lens, strict=True)
-        ]
-        # Only a step's first chunk, and only up to MIN_CHUNK_TOKENS, may go beyond the budget.
-        if len(costs) > decode + 1 or (len(costs) > decode and lens[-1] > MIN_CHUNK_TOKENS):
-            assert sum(costs) <= limits.step_budget + 1e-6
+        self._check_cost(batch)
         wants_full = False
         for row, slot in enumerate(batch.logit_slots.tolist()):
             state = self.scheduler.tables.requests[slot]
@@ -270,6 +273,21 @@ class Simulation:
         assert np.all(np.diff(sequence[:decode]) > 0), "decode rows out of order"
         if limits.policy != "priority":
             assert np.all(np.diff(sequence[decode:]) > 0), "chunks out of order"
+
+    def _check_cost(self, batch: ScheduledBatch) -> None:
+        """Only a step's first chunk, and only up to MIN_CHUNK_TOKENS, may go beyond the budget."""
+        limits, decode = self.limits, batch.num_decode_rows
+        starts, lens = batch.row_starts[decode:].tolist(), batch.row_lens[decode:].tolist()
+        if not decode or not lens or lens in ([n] for n in range(MIN_CHUNK_TOKENS + 1)):
+            return
+        bucket = next(b for b in limits.buckets if b.tokens >= batch.num_tokens)
+        pairs = sum(context_pairs(*chunk) for chunk in zip(starts, lens, strict=True))
+        deepest, count = max(zip(starts, lens, strict=True))
+        pairs = max(pairs, deepest * -(-count // bucket.wave) * bucket.wave)
+        cost = bucket.tokens + pairs / bucket.context_unit
+        context = int(batch.row_starts[:decode].sum()) / limits.decode_unit
+        most = max(limits.step_budget - context, MIN_CHUNK_SHARE * limits.step_budget)
+        assert cost <= most + 1e-6
 
     def _check_cache(self) -> None:
         """Every page of the prefix tree holds the KV of the tokens that the tree says."""

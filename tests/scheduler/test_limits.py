@@ -6,32 +6,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.scheduler.limits import chunk_cost, tokens_within
+from engine.scheduler.limits import TokenBucket, context_pairs, tokens_within
 
 from .simulation import make_limits
 
-UNITS = st.sampled_from((1.0, 7.5, 1000.0, 16384.0))
+
+@given(start=st.integers(0, 5000), count=st.integers(0, 300))
+def test_pairs_are_the_sum_of_positions(start: int, count: int) -> None:
+    assert context_pairs(start, count) == sum(range(start, start + count))
 
 
-@given(start=st.integers(0, 5000), count=st.integers(0, 300), unit=UNITS)
-def test_cost_is_the_sum_over_tokens(start: int, count: int, unit: float) -> None:
-    total = sum(1 + position / unit for position in range(start, start + count))
-    assert chunk_cost(start, count, unit) == pytest.approx(total)
+@given(start=st.integers(0, 200_000), pairs=st.floats(0, 1e12))
+def test_tokens_within_is_the_most_that_fits(start: int, pairs: float) -> None:
+    count = tokens_within(start, pairs)
+    assert context_pairs(start, count) <= pairs < context_pairs(start, count + 1)
+    assert tokens_within(start, -pairs - 1) == 0
 
 
-@given(start=st.integers(0, 200_000), budget=st.floats(0, 20_000), unit=UNITS)
-def test_tokens_within_is_the_most_that_fits(start: int, budget: float, unit: float) -> None:
-    count = tokens_within(start, budget, unit)
-    assert count >= 0
-    assert count == 0 or chunk_cost(start, count, unit) <= budget
-    assert chunk_cost(start, count + 1, unit) > budget
-
-
-def test_tokens_within_without_context() -> None:
-    assert tokens_within(0, 8192, 1e30) == 8192
-    assert tokens_within(0, -3.0, 16384) == 0
-    # At a context of one unit a token costs two.
-    assert tokens_within(1000, 100, 1000) == 49
+def test_whole_waves() -> None:
+    bucket = TokenBucket(4096, 3840, 1024)
+    assert [bucket.waves(n) for n in (0, 1, 1024, 1025)] == [0, 1024, 1024, 2048]
+    assert TokenBucket(512, 3840).waves(77) == 77
 
 
 def test_pages() -> None:

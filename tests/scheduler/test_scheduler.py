@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from engine.request import EngineRequest
+from engine.scheduler.limits import SchedulerLimits
 
 from .cases import ask, next_batch, prompt
 from .reference import VOCAB
@@ -115,23 +116,47 @@ def test_a_prompt_is_cut_at_the_token_budget_and_mixed_with_decode_rows() -> Non
     simulation.check_outputs()
 
 
-def test_the_cost_budget_makes_later_chunks_shorter() -> None:
-    limits = make_limits(
-        max_step_tokens=1000, max_model_len=400, num_pages=110, step_budget=40, context_unit=50
-    )
+def chunks_of(simulation: Simulation, most: int = 100) -> list[list[int]]:
+    """Lengths of the chunks of each step until no prompt is left."""
+    lens: list[list[int]] = []
+    while len(lens) < most:
+        batch = next_batch(simulation)
+        if batch.kind == "decode":
+            break
+        lens.append(batch.row_lens[batch.num_decode_rows :].tolist())
+    return lens
+
+
+def decoding(limits: SchedulerLimits) -> Simulation:
+    """One request that decodes for long."""
     simulation = Simulation(limits)
+    simulation.add(ask(0, 3, 90, first=9))
+    assert next_batch(simulation).kind == "extend"
+    return simulation
+
+
+def test_the_budget_makes_later_chunks_shorter() -> None:
+    limits = make_limits(
+        max_step_tokens=1000, max_model_len=400, num_pages=200, step_budget=40, context_unit=50
+    )
+    simulation = decoding(limits)
     simulation.add(ask(1, 300, 1))
-    lens = []
-    while simulation.scheduler.has_work:
-        batch = simulation.step()
-        if batch is not None:
-            lens.append(int(batch.row_lens[0]))
+    lens = [length for (length,) in chunks_of(simulation)]
     assert lens[0] > lens[1] > lens[2]
     assert min(lens[:-1]) == 16, "the first chunk of a step always gets some tokens"
     assert sum(lens) == 300
 
 
-def test_a_chunk_that_ends_nothing_is_not_padded_by_much() -> None:
+def test_a_step_without_decode_rows_has_no_budget() -> None:
+    limits = make_limits(max_step_tokens=200, max_model_len=400, num_pages=200, step_budget=20)
+    simulation = Simulation(limits)
+    simulation.add(ask(1, 300, 20))
+    assert chunks_of(simulation) == [[200], [100]]
+    simulation.add(ask(2, 30, 2, first=5))
+    assert chunks_of(simulation) == [[18], [12]]
+
+
+def test_chunks_fill_buckets() -> None:
     limits = make_limits(
         max_step_tokens=256,
         max_model_len=512,
@@ -139,29 +164,51 @@ def test_a_chunk_that_ends_nothing_is_not_padded_by_much() -> None:
         step_budget=150,
         token_buckets=(32, 64, 128, 256),
     )
-    simulation = Simulation(limits)
+    simulation = decoding(limits)
     simulation.add(ask(1, 300, 1))
     simulation.add(ask(2, 60, 1, first=7))
-    lens = [next_batch(simulation).row_lens.tolist() for _ in range(3)]
-    # 149 tokens were affordable; nor does the second request start where it would be padded. The
-    # last chunk ends its prompt, and what is left of the budget is the second request's.
-    assert lens == [[128], [128], [44, 60]]
-    simulation.run()
-    simulation.check_outputs()
+    # 149 tokens were affordable, but not 256 with the padding. The chunk that ends its prompt
+    # leaves the second request what is left of the bucket.
+    assert chunks_of(simulation) == [[127], [127], [46, 60]]
 
 
-def test_a_chunk_with_little_padding_is_not_cut() -> None:
-    limits = make_limits(
-        max_step_tokens=256,
-        max_model_len=512,
-        num_pages=300,
-        step_budget=240,
-        token_buckets=(32, 64, 128, 256),
-    )
-    simulation = Simulation(limits)
-    simulation.add(ask(1, 300, 1))
-    [length] = next_batch(simulation).row_lens.tolist()
-    assert 224 < length < 240
+def test_a_larger_bucket_is_taken_where_half_of_what_it_adds_is_used() -> None:
+    lens = []
+    for budget in (420, 460):
+        limits = make_limits(
+            max_step_tokens=256,
+            max_model_len=600,
+            num_pages=400,
+            step_budget=budget,
+            context_unit=100,
+            token_buckets=(128, 256),
+        )
+        simulation = decoding(limits)
+        simulation.add(ask(1, 500, 1))
+        [[length]] = chunks_of(simulation, 1)
+        lens.append(length)
+    # In the larger bucket the first could have 181 tokens, 54 more; the second can have 202.
+    assert lens[0] == 127 and 195 < lens[1] < 205
+
+
+def test_a_chunk_has_whole_waves_where_attention_does_not_split_keys() -> None:
+    def first_after(start: int, wave: int) -> int:
+        limits = make_limits(
+            max_step_tokens=400,
+            max_model_len=1000,
+            num_pages=600,
+            step_budget=500,
+            context_unit=200,
+            wave=wave,
+        )
+        simulation = decoding(limits)
+        simulation.add(ask(1, start + 380, 1))
+        lens = [length for (length,) in chunks_of(simulation)]
+        computed = np.cumsum(lens)
+        return int(lens[int(np.searchsorted(computed, start)) + 1])
+
+    assert first_after(300, 1) % 100 != 0
+    assert first_after(300, 100) == 100
 
 
 def test_decode_rows_beyond_the_budget_slow_prompts_down_and_never_stop_them() -> None:

@@ -40,14 +40,16 @@ def random_limits(rng: random.Random, *, overlap: bool, crowded: bool) -> Schedu
         max_running=max_running,
         max_step_tokens=max_running + rng.choice((0, 1, 7, 40)),
         step_budget=rng.choice((1.0, 6.0, 20.0, 500.0)),
+        decode_unit=rng.choice((2.0, 50.0)),
         context_unit=rng.choice((4.0, 50.0, 16384.0)),
+        wave=rng.choice((1, 8)),
         policy=rng.choice(POLICIES),
         output_estimate=0.0 if crowded else rng.choice((0.0, 0.25, 1.0)),
         prefix_cache=rng.random() < 0.85,
         max_logit_rows=max_running + rng.choice((0, 0, 3)),
         max_page_updates=max_running + rng.choice((0, 1, columns, 2 * columns)),
         overlap=overlap,
-        token_buckets=rng.choice(((), (8, 24, 64))),
+        token_buckets=rng.choice(((), (2, 4, 8, 24))),
     )
 
 
