@@ -9,6 +9,7 @@ import pytest
 
 from engine.config import EngineConfig, validate
 from engine.errors import ConfigError
+from engine.limits import scheduler_limits
 from engine.machine import Machine
 from engine.resolve import (
     ResolvedConfig,
@@ -18,6 +19,7 @@ from engine.resolve import (
     resolve,
     settings_of,
 )
+from engine.scheduler.limits import TokenBucket
 
 MACHINE = Machine(cores=6, compiler="g++")
 
@@ -56,6 +58,17 @@ def test_extend_buckets() -> None:
 def test_short_chunks_split_keys() -> None:
     assert [chunk_kernel("mixed", n) for n in (64, 512, 1024)] == ["fa2", "fa2", "fa3"]
     assert chunk_kernel("fa3", 64) == "fa3" and chunk_kernel("reference", 64) == "reference"
+
+
+def test_what_a_step_costs() -> None:
+    config = resolved(config_with(), cuda=True, capability=(9, 0), context_unit=3840)
+    limits = scheduler_limits(config, 100, 32000, 0.5, 1024)
+    assert limits.buckets[-1] == TokenBucket(8192, 3840, 1024)
+    small = limits.buckets[3]
+    assert (small.tokens, small.wave) == (512, 1) and 1500 < small.context_unit < 3840
+    assert 50 < limits.decode_unit < 60
+    limits = scheduler_limits(resolved(config_with(), context_unit=3840), 100, 32000, 0.5, 1)
+    assert limits.buckets[-1] == TokenBucket(512, 3840) and limits.decode_unit == 3840
 
 
 def test_buckets_increase_to_the_limit() -> None:
