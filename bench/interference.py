@@ -112,10 +112,10 @@ def interference(
 
     room = min(4000, scheduler.limits.max_model_len - args.context)
     short = [request(i, args.context, room) for i in range(args.running)]
+    long = request(args.running, args.prompt, 1)
     assert not core.add(short)
     step_until(core, None, 40)
     quiet = step_until(core, None, 100)
-    long = request(args.running, args.prompt, 1)
     # The step in flight is the first of those whose outputs are still to come.
     begun = len(scheduler.batches) - 1
     begin = time.perf_counter()

@@ -68,8 +68,9 @@ class AttentionPlanner:
         self._kernels = {"decode": decode, "extend": extend}
         self._check(decode, extend)
         self._most_rows = max(_rows_of(b) for b in buckets)
+        self._wave = chunk_wave(self._device, shape.num_heads, shape.head_dim)
         chunks = [b.num_tokens for b in buckets if b.kind == "extend"]
-        split = [n for n in chunks if chunk_kernel(extend, n) == "fa2"]
+        split = [n for n in chunks if chunk_kernel(extend, n, self._wave) == "fa2"]
         most_tokens = max(b.num_tokens for b in buckets)
         num_bytes = max(workspace_bytes, self._float_bytes(max(split, default=0)))
         self._workspace = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
@@ -109,7 +110,7 @@ class AttentionPlanner:
         num_rows = _rows_of(bucket)
         if bucket.kind == "decode":
             return self._decode_runner(bucket, num_rows, window)
-        kernel = chunk_kernel(self._kernels["extend"], bucket.num_tokens)
+        kernel = chunk_kernel(self._kernels["extend"], bucket.num_tokens, self._wave)
         chunks = self._part(bucket, kernel, True, num_rows, bucket.num_tokens, window)
         return attention_cuda.Extend(
             chunks, self._decode_runner(bucket, num_rows, window), num_rows

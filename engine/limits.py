@@ -8,10 +8,10 @@ from __future__ import annotations
 from engine.resolve import ResolvedConfig, chunk_kernel
 from engine.scheduler.limits import SchedulerLimits, TokenBucket
 
-# What fa2 takes for a pair of tokens, over what fa3 does where it keeps the whole device busy.
-_FA2_COST = 1.6
-# Multiplications and additions that a GPU does in a step's matrices while it reads a byte of KV.
-_FLOPS_A_BYTE = 134
+# Time for a FLOP of attention over that in a step's matrices, on an H200 (bench/NOTES.md).
+_CONTEXT_COST = {"fa3": 1.2, "fa2": 2.2}
+# FLOPs of a step's matrices in the time in which decode attention reads a byte of KV there.
+_FLOPS_A_BYTE = 156
 
 
 def scheduler_limits(
@@ -49,10 +49,9 @@ def scheduler_limits(
 
 
 def _bucket(config: ResolvedConfig, num_tokens: int, wave: int) -> TokenBucket:
-    kernel, unit = chunk_kernel(config.attention.extend, num_tokens), config.scheduler.context_unit
-    if kernel == "fa3":
-        return TokenBucket(num_tokens, unit, wave)
-    return TokenBucket(num_tokens, unit / _FA2_COST if kernel == "fa2" else unit)
+    kernel = chunk_kernel(config.attention.extend, num_tokens, wave)
+    unit = config.scheduler.context_unit / _CONTEXT_COST.get(kernel, 1.0)
+    return TokenBucket(num_tokens, unit, wave if kernel == "fa3" else 1)
 
 
 def max_page_updates(config: ResolvedConfig) -> int:

@@ -32,7 +32,6 @@ DType = Literal["float32", "bfloat16", "float16"]
 DEFAULT_CONTEXT_UNIT = 16384
 _SMALLEST_EXTEND_BUCKET = 64
 _EXTEND_STEP = 1024
-_SPLIT_TOKENS = 512
 _BUCKET_STEP = 8
 _MOST_CPU_WORKERS = 4
 _HOPPER = (9, 0)
@@ -105,16 +104,19 @@ def extend_buckets(max_step_tokens: int) -> tuple[int, ...]:
     return (*buckets, max_step_tokens)
 
 
-def chunk_kernel(extend: str, num_tokens: int) -> str:
-    """The attention kernel of the chunks of a step of so many tokens; `extend` is the resolved
-    attention.extend.
+def chunk_kernel(extend: str, num_tokens: int, wave: int) -> str:
+    """The attention kernel of the chunks of a step of so many tokens.
 
-    Below some 1,000 tokens a chunk has fewer blocks of queries than the GPU has multiprocessors,
-    and only fa2 splits keys among them.
+    fa3, twice as fast where chunks keep the whole GPU busy, does not split keys: a shorter chunk
+    takes it as long as a wave. fa2 splits them.
+
+    Args:
+        extend: the resolved attention.extend.
+        wave: see engine.scheduler.limits.TokenBucket.
     """
     if extend != "mixed":
         return extend
-    return "fa2" if num_tokens <= _SPLIT_TOKENS else "fa3"
+    return "fa2" if 2 * num_tokens <= wave else "fa3"
 
 
 def resolve(

@@ -56,17 +56,18 @@ def test_extend_buckets() -> None:
 
 
 def test_short_chunks_split_keys() -> None:
-    assert [chunk_kernel("mixed", n) for n in (64, 512, 1024)] == ["fa2", "fa2", "fa3"]
-    assert chunk_kernel("fa3", 64) == "fa3" and chunk_kernel("reference", 64) == "reference"
+    assert [chunk_kernel("mixed", n, 1024) for n in (64, 512, 1024)] == ["fa2", "fa2", "fa3"]
+    assert [chunk_kernel("mixed", n, 256) for n in (64, 128, 256)] == ["fa2", "fa2", "fa3"]
+    assert chunk_kernel("fa3", 64, 1024) == "fa3" and chunk_kernel("fa2", 8192, 1024) == "fa2"
 
 
 def test_what_a_step_costs() -> None:
     config = resolved(config_with(), cuda=True, capability=(9, 0), context_unit=3840)
     limits = scheduler_limits(config, 100, 32000, 0.5, 1024)
-    assert limits.buckets[-1] == TokenBucket(8192, 3840, 1024)
-    small = limits.buckets[3]
-    assert (small.tokens, small.wave) == (512, 1) and 1500 < small.context_unit < 3840
-    assert 50 < limits.decode_unit < 60
+    small, large = limits.buckets[3], limits.buckets[-1]
+    assert (small.tokens, small.wave, large.tokens, large.wave) == (512, 1, 8192, 1024)
+    assert 1500 < small.context_unit < large.context_unit / 1.5 < 3000
+    assert 45 < limits.decode_unit < 60
     limits = scheduler_limits(resolved(config_with(), context_unit=3840), 100, 32000, 0.5, 1)
     assert limits.buckets[-1] == TokenBucket(512, 3840) and limits.decode_unit == 3840
 
