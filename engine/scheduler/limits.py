@@ -21,6 +21,8 @@ Policy = Literal["fcfs", "priority", "longest_prefix"]
 MIN_CHUNK_TOKENS = 16
 # Of the budget, for the same reason, this share is left for a step's tokens and chunks.
 MIN_CHUNK_SHARE = 0.25
+# Nobody waits for the tokens of a step of chunks alone: it may cost so many times the budget.
+CHUNKS_ALONE = 8
 
 
 class TokenBucket(NamedTuple):
@@ -54,7 +56,7 @@ class SchedulerLimits:
         max_waiting: requests that may wait beyond those a free slot is there for.
         max_step_tokens: tokens of one step, at least max_running.
         step_budget: cost of a step that has decode rows, which are always part of it; a step
-            without them has no budget.
+            without them may cost CHUNKS_ALONE times as much.
         decode_unit: context length at which a decode row costs twice as much as at none.
         buckets: what extend steps are padded to, ascending; the last has max_step_tokens.
         policy: order of the waiting queue.
@@ -120,9 +122,8 @@ def tokens_within(start: int, pairs: float) -> int:
     """The most tokens from position `start` with at most so many context_pairs."""
     if pairs < 0:
         return 0
-    # The root of n^2 / 2 + (start - 1/2) n = pairs, in the form that does not cancel.
     slope = start - 0.5
-    num_tokens = int(2 * pairs / (slope + math.sqrt(slope * slope + 2 * pairs))) if pairs else 0
+    num_tokens = int(math.sqrt(slope * slope + 2 * pairs) - slope)
     while context_pairs(start, num_tokens + 1) <= pairs:
         num_tokens += 1
     while context_pairs(start, num_tokens) > pairs:

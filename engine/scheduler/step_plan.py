@@ -20,6 +20,7 @@ from engine.scheduler.batch import (
     SlotAdmission,
 )
 from engine.scheduler.limits import (
+    CHUNKS_ALONE,
     MIN_CHUNK_SHARE,
     MIN_CHUNK_TOKENS,
     SchedulerLimits,
@@ -31,7 +32,6 @@ from engine.scheduler.slots import SlotTables
 
 DRAW, DRAW_AND_DISCARD = -1, -2
 _NONE = np.zeros(0, np.int32)
-_NO_BUDGET = 1e12
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +83,9 @@ class StepPlan:
         self.tokens_left = limits.max_step_tokens - rows
         self.logits_left = limits.max_logit_rows - rows
         self.updates_left = limits.max_page_updates - self.num_updates
-        self.budget = _NO_BUDGET
-        if rows:
-            left = limits.step_budget - int(positions.sum()) / limits.decode_unit
-            self.budget = max(left, MIN_CHUNK_SHARE * limits.step_budget)
+        left = limits.step_budget * (1 if rows else CHUNKS_ALONE)
+        left -= int(positions.sum()) / limits.decode_unit
+        self.budget = max(left, MIN_CHUNK_SHARE * limits.step_budget)
 
     @property
     def is_empty(self) -> bool:

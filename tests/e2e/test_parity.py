@@ -89,8 +89,10 @@ CASES = pairwise(FACTORS)
 def test_greedy_equals_hf(
     case: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A first chunk may be this long whatever the budget: the case's size decides, not the floor.
+    # A first chunk may be this long whatever the budget: the case's size decides, not the floor,
+    # nor whether anybody decodes.
     monkeypatch.setattr(step_plan, "MIN_CHUNK_TOKENS", case["chunk"])
+    monkeypatch.setattr(step_plan, "CHUNKS_ALONE", 1)
     kv_heads = 2 if case["group"] < 7 else 1
     config = hf_config(
         case["family"],

@@ -14,6 +14,7 @@ import torch
 
 from engine.request import EngineRequest, StepOutput
 from engine.scheduler import step_plan
+from engine.scheduler.limits import TokenBucket
 from engine.startup import Engine
 from tests.e2e.harness import run, running_engine
 from tests.e2e.test_parity import prompts_for
@@ -145,7 +146,10 @@ def check_way(engine: Engine, reference: Reference, way: Way, verdict: Verdict) 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_greedy_equals_float32(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_plan, "MIN_CHUNK_TOKENS", 1)  # chunks as small as a way asks for
+    # Chunks as small as a way asks for, whatever they are padded to.
+    monkeypatch.setattr(step_plan, "MIN_CHUNK_TOKENS", 1)
+    monkeypatch.setattr(step_plan, "CHUNKS_ALONE", 1)
+    unpadded = tuple(TokenBucket(n, 16384) for n in range(1, 129))
     if case.runner == "plain":
         capture_uncompiled(monkeypatch)
     config = hf_config(
@@ -167,6 +171,7 @@ def test_greedy_equals_float32(case: Case, tmp_path: Path, monkeypatch: pytest.M
             limits = {
                 "overlap": way.overlap,
                 "step_budget": way.chunk,
+                "buckets": unpadded,
                 "prefix_cache": way.prefix_cache,
             }
             cached = check_way(with_scheduler(engine, limits), reference, way, verdicts[way.name])

@@ -13,6 +13,7 @@ from engine.output_processor import OutputProcessor
 from engine.request import EngineRequest, RequestFailed, StepOutput, TokenLogprobs
 from engine.scheduler.batch import ScheduledBatch, StepResult
 from engine.scheduler.limits import (
+    CHUNKS_ALONE,
     MIN_CHUNK_SHARE,
     MIN_CHUNK_TOKENS,
     Policy,
@@ -278,7 +279,7 @@ class Simulation:
         """Only a step's first chunk, and only up to MIN_CHUNK_TOKENS, may go beyond the budget."""
         limits, decode = self.limits, batch.num_decode_rows
         starts, lens = batch.row_starts[decode:].tolist(), batch.row_lens[decode:].tolist()
-        if not decode or not lens or lens in ([n] for n in range(MIN_CHUNK_TOKENS + 1)):
+        if not lens or lens in ([n] for n in range(MIN_CHUNK_TOKENS + 1)):
             return
         bucket = next(b for b in limits.buckets if b.tokens >= batch.num_tokens)
         pairs = sum(context_pairs(*chunk) for chunk in zip(starts, lens, strict=True))
@@ -286,8 +287,8 @@ class Simulation:
         pairs = max(pairs, deepest * -(-count // bucket.wave) * bucket.wave)
         cost = bucket.tokens + pairs / bucket.context_unit
         context = int(batch.row_starts[:decode].sum()) / limits.decode_unit
-        most = max(limits.step_budget - context, MIN_CHUNK_SHARE * limits.step_budget)
-        assert cost <= most + 1e-6
+        budget = limits.step_budget * (1 if decode else CHUNKS_ALONE)
+        assert cost <= max(budget - context, MIN_CHUNK_SHARE * limits.step_budget) + 1e-6
 
     def _check_cache(self) -> None:
         """Every page of the prefix tree holds the KV of the tokens that the tree says."""
