@@ -260,9 +260,25 @@ def serve(tp: int, all_reduce: str, cache: str, folder: Path) -> Iterator[dict[s
             row = {"ranks": tp, "ready_s": ready, "first_token_s": first}
             result["rows"].append({**row, **json.loads(phases.read_text())})
             result["counters"] = [watched_counters(url)]
+            if attempt == 0:
+                result["full"] = [{"ranks": tp, **full_variant(url)}]
             if tp > 1 and attempt == 1:
                 result["death"] = [death(url, process)]
         yield result
+
+
+def full_variant(url: str) -> dict[str, Any]:
+    """A request that needs graphs which the start has left for later: the same text, logprobs."""
+    texts, found = [], 0
+    begin = time.perf_counter()
+    for more in ({}, {"logprobs": 2}):
+        body = {"prompt": "Hello", "max_tokens": 8, "temperature": 0, **more}
+        with _request(url, "/v1/completions", body, timeout_s=60) as response:
+            choice = json.loads(response.read())["choices"][0]
+        texts.append(choice["text"])
+        found = len((choice["logprobs"] or {}).get("token_logprobs", []))
+    same = texts[0] == texts[1]
+    return {"same text": same, "logprobs": found, "seconds": time.perf_counter() - begin}
 
 
 def death(url: str, process: subprocess.Popen[bytes]) -> dict[str, Any]:
