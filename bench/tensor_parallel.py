@@ -11,6 +11,7 @@ of one over NCCL.
     reduce   bench.all_reduce
     decode   a decode step of Qwen3-14B's shape at KV length 1024
     serve    warm start to first token over HTTP; a rank killed under load
+    torchrun the same server, started by torchrun
     workload Mini-SGLang's offline workload, same shape
 """
 
@@ -126,6 +127,7 @@ def one_by_one(tp: int, way: str, cache: str) -> list[Part]:
         Part("decode_1_nccl", ["decode", "1", "nccl", cache], 60),
         Part("serve_2", ["serve", many, way, cache], 60),
         Part("serve_1", ["serve", "1", "nccl", cache], 45),
+        Part(f"torchrun_{tp}", ["torchrun", many, way, cache], 40),
         Part("workload_2", ["workload", many, way, cache], 60),
         Part(f"decode_2_{other}", ["decode", many, other, cache], 100),  # compiles first
         Part("reduce", ["--size", many], 40, "bench.all_reduce"),

@@ -226,14 +226,14 @@ def workload(tp: int, all_reduce: str, cache: str) -> Iterator[dict[str, Any]]:
 
 @contextlib.contextmanager
 def server(
-    overrides: Sequence[str], log: Path, phases: Path
+    overrides: Sequence[str], log: Path, phases: Path, launcher: Sequence[str] = ()
 ) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """`fullgraph serve` and its URL, once it is healthy; the start's phases go to a file."""
     port = free_port()
     words = [word for text in (*overrides, f"server.port={port}") for word in ("--set", text)]
     with log.open("w") as out:
         process = subprocess.Popen(
-            [sys.executable, "-m", "engine", "serve", CONFIG, *words],
+            [sys.executable, *launcher, "-m", "engine", "serve", CONFIG, *words],
             stdout=out,
             stderr=out,
             env={**os.environ, STARTUP_JSON: str(phases)},
@@ -243,7 +243,10 @@ def server(
         _wait_until_healthy(url, process, log)
         yield url, process
     finally:
-        process.kill()
+        if launcher:
+            process.terminate()  # killed, it would leave its ranks alone
+        else:
+            process.kill()
         process.wait()
 
 
@@ -267,6 +270,19 @@ def serve(tp: int, all_reduce: str, cache: str, folder: Path) -> Iterator[dict[s
         yield result
 
 
+def torchrun(tp: int, all_reduce: str, cache: str, folder: Path) -> Iterator[dict[str, Any]]:
+    """A server that torchrun starts gives the text of one that starts its ranks itself."""
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(tp)]
+    launcher += ["--master-port", str(free_port())]
+    log, phases = folder / f"torchrun_{tp}_server.log", folder / f"torchrun_{tp}_phases.json"
+    begin = time.perf_counter()
+    with server(settings(SMALL, tp, all_reduce, cache), log, phases, launcher) as (url, _):
+        row: dict[str, Any] = {"ranks": tp, "ready_s": time.perf_counter() - begin}
+        row |= {**full_variant(url), **watched_counters(url)}
+    other = json.loads((folder / f"serve_{tp}.json").read_text())["full"][0]["text"]
+    yield {"rows": [{**row, "text of serve": row["text"] == other}]}
+
+
 def full_variant(url: str) -> dict[str, Any]:
     """A request that needs graphs which the start has left for later: the same text, logprobs."""
     texts, found = [], 0
@@ -278,7 +294,12 @@ def full_variant(url: str) -> dict[str, Any]:
         texts.append(choice["text"])
         found = len((choice["logprobs"] or {}).get("token_logprobs", []))
     same = texts[0] == texts[1]
-    return {"same text": same, "logprobs": found, "seconds": time.perf_counter() - begin}
+    return {
+        "text": texts[0],
+        "same text": same,
+        "logprobs": found,
+        "seconds": time.perf_counter() - begin,
+    }
 
 
 def death(url: str, process: subprocess.Popen[bytes]) -> dict[str, Any]:
@@ -337,7 +358,7 @@ def command_of(pid: int) -> str:
 def main() -> None:
     """Run a part and save its result under its name, again and again as it grows."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=("parity", "decode", "serve", "workload"))
+    parser.add_argument("what", choices=("parity", "decode", "serve", "torchrun", "workload"))
     parser.add_argument("words", nargs="+")
     parser.add_argument("--results", type=Path, required=True)
     args = parser.parse_args()
@@ -352,7 +373,8 @@ def main() -> None:
     elif args.what == "workload":
         results = workload(int(words[0]), *words[1:])
     else:
-        results = serve(int(words[0]), words[1], words[2], args.results)
+        part = serve if args.what == "serve" else torchrun
+        results = part(int(words[0]), words[1], words[2], args.results)
     for result in results:
         save(name, result, args.results)
 
