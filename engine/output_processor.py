@@ -86,9 +86,6 @@ class OutputProcessor:
         """Drawn ids into the token table; those of ended requests too, whose pages go to the prefix
         tree by id.
         """
-        if len(slots) == 0:
-            return
-        self._tables.reserve_width(int(positions.max()) + 1)
         self._tables.tokens[slots, positions] = ids
 
     def _draws(

@@ -133,7 +133,7 @@ class SlotTables:
         limit: length at which the request ends. num_prompt: tokens of the prompt.
         decoding: its next row is a decode row. alive: results are wanted.
         last_step: the last step with a row of it. sequence: number of its admission.
-        tokens: int32 [S, width]: ids of the sequence; placeholders where a step in flight draws.
+        tokens: int32 [S, max_model_len]: ids of the sequence; placeholders where a step in flight draws.
     """
 
     def __init__(self, limits: SchedulerLimits) -> None:
@@ -157,8 +157,8 @@ class SlotTables:
         self.sampling_floats = np.zeros((size, NUM_FLOATS), np.float32)
         self.sampling_ints = np.zeros((size, NUM_INTS), np.int32)
         self.stop_ids = np.full((size, 1), -1, np.int32)
-        self.tokens = np.zeros((size, min(limits.max_model_len, 1024)), np.int32)
-        self._max_width = limits.max_model_len
+        # The system backs only what is written; growing it would stop a step for 10 ms.
+        self.tokens = np.zeros((size, limits.max_model_len), np.int32)
         # Slots whose device-side state would change the logits of a request that needs none.
         self._biased = np.zeros(size, np.bool_)
         self._free = list(range(size - 1, -1, -1))
@@ -200,7 +200,6 @@ class SlotTables:
         request, length = state.request, len(state.tokens)
         state.slot, state.announced = slot, False
         self.requests[slot] = state
-        self.reserve_width(length)
         self.tokens[slot, :length] = state.tokens
         self.num_pages[slot], self.computed[slot], self.length[slot] = 0, 0, length
         self.estimated_pages[slot] = estimated_pages
@@ -225,16 +224,6 @@ class SlotTables:
         self.set_decoding(slot, False)
         self.min_tokens[slot] = self.num_pages[slot] = self.estimated_pages[slot] = 0
         self._free.append(slot)
-
-    def reserve_width(self, width: int) -> None:
-        """Make the token table at least `width` wide, doubling it."""
-        old = self.tokens
-        if width <= old.shape[1]:
-            return
-        assert width <= self._max_width
-        grown = np.zeros((len(old), min(self._max_width, max(width, 2 * old.shape[1]))), np.int32)
-        grown[:, : old.shape[1]] = old
-        self.tokens = grown
 
     def admission(self, state: RequestState) -> SlotAdmission | None:
         """The sampling state to set on the device before the first row of the request in its slot,
