@@ -285,8 +285,9 @@ def attention_variants(
     yield "fa3", None, 1
     for multiple in (1, 2, 4, 8):
         yield "xqa", None, multiple
-    most = decode_triton.decode_shape(len(case.batch.row_lens), case.shape.num_kv_heads).extra
-    tiles = ((16, 3, 1), (16, 4, 1), (16, 5, 1), (16, 3, 2), (32, 3, 1))
+    kv_heads, group = case.shape.num_kv_heads, case.shape.group
+    most = decode_triton.decode_shape(len(case.batch.row_lens), kv_heads, group).extra
+    tiles = ((16, 3, 1), (16, 4, 1), (16, 5, 1), (16, 3, 2), (32, 3, 1), (64, 2, 4))
     for extra in (most // 4, most // 2, most):
         for min_chunk, tile in itertools.product((32, 64, 128), tiles):
             yield "triton", decode_triton.DecodeShape(extra, min_chunk, *tile), 1

@@ -92,15 +92,14 @@ def candidates(num_tokens: int, up: bool) -> Iterator[tuple[int, bool, Tiles]]:
 
 def one_candidates() -> Iterator[tuple[Tiles, Tiles]]:
     """Launches of the kernels of one token."""
-    ups = ((1, 2048, 2), (1, 2048, 4), (2, 1024, 4), (2, 2048, 4), (2, 2048, 8), (4, 1024, 4),
-           (4, 2048, 8), (4, 512, 4))  # fmt: skip
-    downs = ((4, 256, 4), (2, 256, 2), (2, 256, 4), (4, 256, 2), (8, 256, 4), (8, 256, 8),
-             (8, 128, 4), (4, 128, 4))  # fmt: skip
+    ups = ((1, 2048, 1), (1, 2048, 2), (1, 2048, 4), (2, 2048, 4), (4, 1024, 4), (4, 512, 4))
+    downs = ((4, 256, 4, 18), (4, 256, 4, 12), (4, 256, 4, 0), (2, 256, 2, 18), (8, 256, 8, 12),
+             (1, 256, 1, 12))  # fmt: skip
     best_up, best_down = choose_one(SHAPE.top_k, SHAPE.ffn)
     for n, k, warps in ups:
         yield Tiles(n, k, 1, warps), best_down
-    for n, k, warps in downs:
-        yield best_up, Tiles(n, k, 1, warps)
+    for n, k, warps, held in downs:
+        yield best_up, Tiles(n, k, held, warps)
 
 
 class Run(NamedTuple):
@@ -206,7 +205,9 @@ def time_products(run: Run) -> dict[str, Any]:
 
 
 def time_tokens(num_tokens: int, layers: list[Layer], top: int) -> dict[str, Any]:
-    """All ways to compute the mixture of so many tokens."""
+    """All ways to compute the mixture of so many tokens; without `top` only torch and the operator
+    as it is.
+    """
     run = Run.make(num_tokens, layers)
     touched = run.touched()
     floor = floor_us(SHAPE, num_tokens, round(touched))
@@ -227,6 +228,8 @@ def time_tokens(num_tokens: int, layers: list[Layer], top: int) -> dict[str, Any
         flush=True,
     )
     result = {"tokens": num_tokens, "touched": touched, "floor_us": floor, "whole_us": whole}
+    if not top:
+        return result
     if num_tokens == 1:
         times: Any = []
         for tiles in one_candidates():
@@ -316,7 +319,7 @@ def compile_all(token_counts: Sequence[int], workers: int) -> None:
 
 def kernels(args: argparse.Namespace) -> None:
     """Time each number of tokens; the file is whole after each."""
-    if not args.skip_compile:
+    if args.top and not args.skip_compile:
         compile_all(args.tokens, args.workers)
     if args.compile_only:
         return
@@ -332,7 +335,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; the exit status."""
     parser = argparse.ArgumentParser(prog="bench.moe", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 64, 256, 4096])
-    parser.add_argument("--top", type=int, default=5, help="candidates printed")
+    parser.add_argument("--top", type=int, default=5, help="candidates printed; 0: none is timed")
     parser.add_argument("--workers", type=int, default=14)
     parser.add_argument("--compile-only", action="store_true", help="fill the cache on disk")
     parser.add_argument("--skip-compile", action="store_true", help="it is filled")

@@ -120,9 +120,8 @@ class AttentionPlanner:
         shape, kernel = self._shape, self._kernels["decode"]
         if kernel == "triton":
             extend = bucket.kind == "extend"
-            return attention_cuda.TritonDecode(
-                num_rows, shape.num_kv_heads, window, extend, self._scratch
-            )
+            cut = decode_triton.decode_shape(num_rows, shape.num_kv_heads, shape.group)
+            return attention_cuda.TritonDecode(num_rows, window, extend, self._scratch, cut)
         if kernel == "xqa":
             return attention_cuda.XqaDecode(
                 self._xqa(window),

@@ -60,14 +60,15 @@ def place(
 
 @triton.jit
 def attend(
-    acc, high, total, q_low, q_high, kv_ptr, table_row_ptr, head, begin, stop, scale,
+    acc, high, total, q_low, q_high, kv_ptr, table_row_ptr, page, head, begin, stop, scale,
     K: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
     STAGES: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Add the softmax attention over tokens [begin, stop), not yet divided.
 
     acc: [D, Q]; high: [Q], maximum of the scores, base 2; total: [B, Q], sums by place in a tile.
-    q_low, q_high: halves of the queries, [D / 2, Q]. ALIGNED: `begin` is a multiple of BLOCK.
+    q_low, q_high: halves of the queries, [D / 2, Q]. page: `page_of` the first tile. ALIGNED:
+    `begin` is a multiple of BLOCK.
     """
     half = tl.arange(0, D // 2)
     d = tl.arange(0, D)
@@ -75,7 +76,6 @@ def attend(
     if not ALIGNED:
         start = begin // BLOCK * BLOCK
     # A tile's page is read a tile ahead, so that its keys need not wait for it.
-    page = page_of(table_row_ptr, start, stop, PAGE, BLOCK)
     for t in tl.range(start, stop, BLOCK, num_stages=STAGES):
         at, tokens = place(page, t, head, K, D, PAGE, BLOCK)
         page = page_of(table_row_ptr, t + BLOCK, stop, PAGE, BLOCK)
@@ -153,31 +153,33 @@ def begin_new(
 @triton.jit
 def join(
     out_ptr, partial_ptr, stats_ptr, first, count, head,
-    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, MAX_CHUNKS: tl.constexpr,
+    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Join the chunks first .. first + count of a (row, kv head) into `out_ptr` [G, D]."""
+    """Join the chunks first .. first + count of a (row, kv head) into `out_ptr` [G, D], WIDE of
+    them at a time, whose loads are under way together.
+    """
+    c = tl.arange(0, WIDE)[:, None]
+    g = tl.arange(0, BLOCK_G)
     d = tl.arange(0, D)
-    every = tl.arange(0, MAX_CHUNKS)
-    some = tl.arange(0, 4)
-    for g in tl.static_range(G):
-        all_ptr = stats_ptr + 2 * (((first + every) * K + head) * G + g)
-        highs = tl.load(all_ptr, mask=every < count, other=float("-inf"), cache_modifier=".cg")
-        high = tl.max(highs, 0)
-        total = tl.zeros([4], tl.float32)
-        y = tl.zeros([D], tl.float32)
-        for c in range(0, count, 4):
-            at = ((first + c + some) * K + head) * G + g
-            valid = c + some < count
-            x = tl.load(stats_ptr + 2 * at, mask=valid, other=float("-inf"), cache_modifier=".cg")
-            weight = tl.exp2(x - high)
-            part = tl.load(stats_ptr + 2 * at + 1, mask=valid, other=0.0, cache_modifier=".cg")
-            total += part * weight
-            tile = tl.load(
-                partial_ptr + at[:, None] * D + d[None, :],
-                mask=valid[:, None],
-                other=0.0,
-                cache_modifier=".cg",
-            )
-            y += tl.sum(tile * weight[:, None], 0)
-        y = (y / tl.sum(total, 0)).to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + g * D + d, y)
+    high = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_G], tl.float32)
+    y = tl.zeros([BLOCK_G, D], tl.float32)
+    for start in range(0, count, WIDE):
+        at = ((first + start + c) * K + head) * G + g[None, :]
+        valid = (start + c < count) & (g < G)[None, :]
+        tile = tl.load(
+            partial_ptr + at[:, :, None] * D + d[None, None, :],
+            mask=valid[:, :, None],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        x = tl.load(stats_ptr + 2 * at, mask=valid, other=float("-inf"), cache_modifier=".cg")
+        part = tl.load(stats_ptr + 2 * at + 1, mask=valid, other=0.0, cache_modifier=".cg")
+        new_high = tl.maximum(high, tl.max(x, 0))
+        fade = tl.exp2(high - new_high)
+        weight = tl.exp2(x - new_high[None, :])
+        total = total * fade + tl.sum(part * weight, 0)
+        y = y * fade[:, None] + tl.sum(tile * weight[:, :, None], 0)
+        high = new_high
+    y = (y / total[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + g[:, None] * D + d[None, :], y, mask=(g < G)[:, None])

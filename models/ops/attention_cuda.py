@@ -272,15 +272,15 @@ class TritonDecode:
     def __init__(
         self,
         num_rows: int,
-        num_kv_heads: int,
         window: int,
         extend: bool,
         scratch: decode_triton.Scratch,
+        shape: decode_triton.DecodeShape,
     ) -> None:
         self._num_rows, self._window, self._extend = num_rows, window, extend
         self._scratch = scratch
         self._pdl = supports_pdl(scratch.partial.device)
-        self.cut(decode_triton.decode_shape(num_rows, num_kv_heads))
+        self.cut(shape)
 
     def cut(self, shape: decode_triton.DecodeShape) -> None:
         """Cut rows this way from the next `prepare` on; not into more pieces than at first."""

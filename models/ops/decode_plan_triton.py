@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 FIELDS = 8  # row, slot, begin, stop, end, place, first, chunks
-MAX_CHUNKS = 64  # of one row: what the join holds in registers
+MAX_CHUNKS = 64  # of one row, which one program joins
 
 
 def plan_items(

@@ -9,10 +9,11 @@ them to finish.
 With FUSED the kernel also does what precedes attention: q/k norm and rotation of the new token,
 whose key and value go to the cache from the one program that reads them.
 
-Programmatic dependent launch (PDL): a kernel waits for the one before it, then lets the next one
-start. So what was written two kernels earlier may be read before the wait, and only that: the plan
-(except in the first layer, which runs right behind it) and the page table, not q or the new key.
-The programs that start first bring old keys and values into the L2 cache before the wait.
+Programmatic dependent launch (PDL): this kernel waits for the one before it, then lets the next one
+start; kernels of one row may let the next one start before they wait. So what was there when the
+layer before attended may be read ahead of the wait, and only that: the plan (except in the first
+layer, which runs right behind it) and the page table, not q or the new key. The programs that start
+first bring old keys and values into the L2 cache before the wait.
 
 Knows nothing of torch.library. Importing it needs Triton.
 
@@ -40,7 +41,7 @@ from models.ops.attend_triton import (
     prefetch,
     rotated,
 )
-from models.ops.decode_plan_triton import FIELDS, MAX_CHUNKS, plan_items
+from models.ops.decode_plan_triton import FIELDS, plan_items
 
 _LOG2E = 1.4426950408889634
 _FIRST_PROGRAMS = 1056  # about what can start while the kernel before still runs
@@ -48,21 +49,28 @@ _BRING = 1  # tiles that each of them brings into the L2 cache
 
 
 class DecodeShape(NamedTuple):
-    """How rows are cut: chunks beyond one a row, least tokens of a chunk, tokens of a tile."""
+    """How rows are cut.
+
+    Attributes:
+        extra: chunks beyond one a row. min_chunk: least tokens of a chunk. block: of a tile.
+        stages, warps: of a program.
+        apart: the query heads of a kv head are programs of their own for rows of up to so many
+            tokens. Then a head's keys are read for each of them, from the L2 cache.
+    """
 
     extra: int
     min_chunk: int = 64
     block: int = 16
     stages: int = 4
     warps: int = 1
+    apart: int = 0
 
 
 class Scratch(NamedTuple):
     """Partial results and counters of one launch; shared by all buckets and windows.
 
     partial: float32 [items * H * D]; stats: float32 [items * H * 2], max and sum; counters:
-        int32 zeros [R * K],
-    zeros again when the kernel ends.
+        int32 zeros [R * H], zeros again when the kernel ends.
     """
 
     partial: Tensor
@@ -74,11 +82,13 @@ class Scratch(NamedTuple):
         cls, num_rows: int, heads: int, kv_heads: int, dim: int, device: torch.device
     ) -> Scratch:
         """Enough for every bucket of up to `num_rows` rows."""
-        items = max(r + decode_shape(r, kv_heads).extra for r in range(1, num_rows + 1))
+        items = max(
+            r + decode_shape(r, kv_heads, heads // kv_heads).extra for r in range(1, num_rows + 1)
+        )
         return cls(
             torch.empty(items * heads * dim, dtype=torch.float32, device=device),
             torch.empty(items * heads * 2, dtype=torch.float32, device=device),
-            torch.zeros(num_rows * kv_heads, dtype=torch.int32, device=device),
+            torch.zeros(num_rows * heads, dtype=torch.int32, device=device),
         )
 
 
@@ -93,11 +103,15 @@ class NewToken(NamedTuple):
     kv_slots_R: Tensor
 
 
-def decode_shape(num_rows: int, num_kv_heads: int) -> DecodeShape:
-    """How to cut `num_rows` rows of lengths unknown on the host; measured on an H200."""
+def decode_shape(num_rows: int, num_kv_heads: int, group: int) -> DecodeShape:
+    """How to cut `num_rows` rows of lengths unknown on the host, `group` query heads a kv head;
+    measured on an H200.
+    """
     rows = num_rows * num_kv_heads
     if rows <= 64:
-        return DecodeShape(triton.cdiv(256, num_kv_heads), min_chunk=32)
+        # With few rows the GPU is not full, and one warp would join the chunks of a whole group.
+        apart = 4096 if rows <= 8 and group > 2 else 0
+        return DecodeShape(triton.cdiv(256, num_kv_heads), min_chunk=32, apart=apart)
     if rows <= 192:
         return DecodeShape(triton.cdiv(512, num_kv_heads))
     if rows < 512:
@@ -159,41 +173,21 @@ def decode(
     group = out_RHD.shape[1] // num_kv_heads
     new = query if isinstance(query, NewToken) else None
     q = query.qkv if isinstance(query, NewToken) else query
-    _decode_kernel[(len(cut.items) * num_kv_heads,)](
-        q,
-        kv_layer,
-        page_table_SP,
-        cut.items,
-        out_RHD,
-        *scratch,
-        q if new is None else new.rope_RD,
+    # JOINED: what takes 64 registers a thread.
+    apart = cut.shape.apart if group > 1 else 0
+    _decode_kernel[(len(cut.items) * num_kv_heads * (group if apart else 1),)](
+        q, kv_layer, page_table_SP, cut.items, out_RHD, *scratch, q if new is None else new.rope_RD,
         q if new is None or new.q_norm is None else new.q_norm,
         q if new is None or new.k_norm is None else new.k_norm,
-        cut.items if new is None else new.kv_slots_R,
-        0.0 if new is None else new.eps,
-        scale * _LOG2E,
-        q.stride(0),
-        page_table_SP.stride(0),
-        int(first_layer),
-        K=num_kv_heads,
-        G=group,
-        D=head_dim,
-        PAGE=page_size,
-        BLOCK=cut.shape.block,
-        BLOCK_G=triton.next_power_of_2(group),
-        BLOCK_Q=max(8, triton.next_power_of_2(group)),
-        STAGES=cut.shape.stages,
-        FUSED=new is not None,
-        NORM=new is not None and new.q_norm is not None,
-        PDL=pdl,
-        FIELDS=FIELDS,
-        MAX_CHUNKS=MAX_CHUNKS,
-        FIRST=_FIRST_PROGRAMS,
-        BRING=_BRING,
-        ALIGNED=cut.window == 0,
-        num_warps=cut.shape.warps,
+        cut.items if new is None else new.kv_slots_R, 0.0 if new is None else new.eps,
+        scale * _LOG2E, q.stride(0), page_table_SP.stride(0), int(first_layer),
+        K=num_kv_heads, G=group, D=head_dim, PAGE=page_size, BLOCK=cut.shape.block,
+        BLOCK_G=triton.next_power_of_2(group), JOINED=64 * 32 * cut.shape.warps, APART=apart,
+        STAGES=cut.shape.stages, FUSED=new is not None,
+        NORM=new is not None and new.q_norm is not None, PDL=pdl, FIELDS=FIELDS,
+        FIRST=_FIRST_PROGRAMS, BRING=_BRING, ALIGNED=cut.window == 0, num_warps=cut.shape.warps,
         launch_pdl=pdl,
-    )
+    )  # fmt: skip
 
 
 @triton.jit
@@ -216,7 +210,7 @@ def _bring(
 def _finish(
     acc, high, total, out_ptr, partial_ptr, stats_ptr, counter_ptr, index, first, num_chunks, head,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr,
-    MAX_CHUNKS: tl.constexpr,
+    BLOCK_G: tl.constexpr, JOINED: tl.constexpr,
 ):  # fmt: skip
     """Write a chunk's result: to `out_ptr` [G, D] if the row has no other, else to be joined."""
     g = tl.arange(0, BLOCK_Q)
@@ -234,10 +228,58 @@ def _finish(
         tl.debug_barrier()  # all threads' stores come before the release below
         if tl.atomic_add(counter_ptr, 1, sem="acq_rel") == num_chunks - 1:
             tl.debug_barrier()
+            wide: tl.constexpr = max(1, JOINED // (BLOCK_G * D))
             join(
-                out_ptr, partial_ptr, stats_ptr, first, num_chunks, head, K, G, D, MAX_CHUNKS
+                out_ptr, partial_ptr, stats_ptr, first, num_chunks, head, K, G, D, BLOCK_G, wide
             )  # fmt: skip
             tl.store(counter_ptr, 0)
+
+
+@triton.jit
+def _attend_item(
+    q_row_ptr, kv_ptr, table_row_ptr, out_row_ptr, partial_ptr, stats_ptr, counter_ptr, rope_ptr,
+    q_norm_ptr, k_norm_ptr, kv_slot_ptr, eps, scale, page, begin, stop, end, index, first,
+    num_chunks, head, heads,
+    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, ALL: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_G: tl.constexpr, STAGES: tl.constexpr, JOINED: tl.constexpr,
+    FUSED: tl.constexpr, NORM: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """A chunk's attention of the `heads`-th G of ALL query heads, of kv head `head`."""
+    BLOCK_Q: tl.constexpr = max(8, BLOCK_G)
+    g = tl.arange(0, BLOCK_G)[:, None]
+    half = tl.arange(0, D // 2)[None, :]
+    q_low, q_high = halves(q_row_ptr + (heads * G + g) * D + half, g < G, D)
+    high = tl.full([BLOCK_Q], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK, BLOCK_Q], tl.float32)
+    acc = tl.zeros([D, BLOCK_Q], tl.float32)
+    if FUSED:
+        # All loads first: each that waits for another costs as much as a tile.
+        k_ptr = q_row_ptr + (ALL + head) * D
+        k_low, k_high = halves(k_ptr + half, half < D, D)
+        v = tl.load(k_ptr + K * D + tl.arange(0, D))
+        kv_slot = tl.load(kv_slot_ptr).to(tl.int64)
+        cos, sin = halves(rope_ptr + half, half < D, D)
+        q_low_w, q_high_w = halves(q_norm_ptr + half, half < D, D)
+        k_low_w, k_high_w = halves(k_norm_ptr + half, half < D, D)
+        dtype = kv_ptr.dtype.element_ty
+        low, high_half = rotated(q_low, q_high, q_low_w, q_high_w, cos, sin, eps, D, NORM)
+        q_low, q_high = low.to(dtype), high_half.to(dtype)
+        if stop == end:
+            key_low, key_high = rotated(k_low, k_high, k_low_w, k_high_w, cos, sin, eps, D, NORM)
+            kv_place = (kv_slot // PAGE * 2 * PAGE + kv_slot % PAGE) * K + head
+            acc, high, total = begin_new(
+                q_low, q_high, key_low.to(dtype), key_high.to(dtype), v, kv_ptr, kv_place,
+                scale, K, D, PAGE, BLOCK, BLOCK_Q,
+            )  # fmt: skip
+            stop = end - 1
+    acc, high, total = attend(
+        acc, high, total, tl.trans(padded(q_low, BLOCK_Q)), tl.trans(padded(q_high, BLOCK_Q)),
+        kv_ptr, table_row_ptr, page, head, begin, stop, scale, K, D, PAGE, BLOCK, STAGES, ALIGNED,
+    )  # fmt: skip
+    _finish(
+        acc, high, total, out_row_ptr + heads * G * D, partial_ptr, stats_ptr, counter_ptr + heads,
+        index, first, num_chunks, heads, ALL // G, G, D, BLOCK_Q, BLOCK_G, JOINED,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["first_layer"])
@@ -246,12 +288,15 @@ def _decode_kernel(
     rope_ptr, q_norm_ptr, k_norm_ptr, kv_slots_ptr, eps, scale, q_stride, table_stride,
     first_layer,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_Q: tl.constexpr, STAGES: tl.constexpr, FUSED: tl.constexpr,
-    NORM: tl.constexpr, PDL: tl.constexpr, FIELDS: tl.constexpr, MAX_CHUNKS: tl.constexpr,
+    BLOCK_G: tl.constexpr, JOINED: tl.constexpr, APART: tl.constexpr, STAGES: tl.constexpr,
+    FUSED: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr, FIELDS: tl.constexpr,
     FIRST: tl.constexpr, BRING: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    head = tl.program_id(0) % K
-    item_ptr = items_ptr + tl.program_id(0) // K * FIELDS
+    H: tl.constexpr = K * G
+    SPLIT: tl.constexpr = G if APART > 0 else 1
+    head = tl.program_id(0) // SPLIT % K
+    nth = tl.program_id(0) % SPLIT  # query head, if it is a program of its own
+    item_ptr = items_ptr + tl.program_id(0) // (K * SPLIT) * FIELDS
     if PDL:  # noqa: SIM102 (one is a constant)
         if first_layer != 0:
             gdc_wait()
@@ -264,50 +309,33 @@ def _decode_kernel(
     first = tl.load(item_ptr + 6)
     num_chunks = tl.load(item_ptr + 7)
     table_row_ptr = table_ptr + slot * table_stride
+    page = page_of(table_row_ptr, begin // BLOCK * BLOCK, stop, PAGE, BLOCK)
     if PDL:
         if (tl.program_id(0) < FIRST) & (row >= 0):
             _bring(kv_ptr, table_row_ptr, head, begin, stop, K, D, PAGE, BLOCK, BRING)
         gdc_wait()
         gdc_launch_dependents()
-    out_row_ptr = out_ptr + (row * K + head) * G * D
-    g = tl.arange(0, BLOCK_G)[:, None]
+    q_row_ptr = q_ptr + row * q_stride
+    out_row_ptr = out_ptr + row * H * D
+    counter_ptr = counters_ptr + row * H
+    rope_row_ptr = rope_ptr + row * D
     if (row >= 0) & (end > 0):
-        q_row_ptr = q_ptr + row * q_stride
-        half = tl.arange(0, D // 2)[None, :]
-        q_low, q_high = halves(q_row_ptr + (head * G + g) * D + half, g < G, D)
-        high = tl.full([BLOCK_Q], float("-inf"), tl.float32)
-        total = tl.zeros([BLOCK, BLOCK_Q], tl.float32)
-        acc = tl.zeros([D, BLOCK_Q], tl.float32)
-        if FUSED:
-            # All loads first: each that waits for another costs as much as a tile.
-            k_ptr = q_row_ptr + (K * G + head) * D
-            k_low, k_high = halves(k_ptr + half, half < D, D)
-            v = tl.load(k_ptr + K * D + tl.arange(0, D))
-            kv_slot = tl.load(kv_slots_ptr + row).to(tl.int64)
-            cos, sin = halves(rope_ptr + row * D + half, half < D, D)
-            q_low_w, q_high_w = halves(q_norm_ptr + half, half < D, D)
-            k_low_w, k_high_w = halves(k_norm_ptr + half, half < D, D)
-            dtype = kv_ptr.dtype.element_ty
-            low, high_half = rotated(q_low, q_high, q_low_w, q_high_w, cos, sin, eps, D, NORM)
-            q_low, q_high = low.to(dtype), high_half.to(dtype)
-            if stop == end:
-                key_low, key_high = rotated(
-                    k_low, k_high, k_low_w, k_high_w, cos, sin, eps, D, NORM
-                )  # fmt: skip
-                kv_place = (kv_slot // PAGE * 2 * PAGE + kv_slot % PAGE) * K + head
-                acc, high, total = begin_new(
-                    q_low, q_high, key_low.to(dtype), key_high.to(dtype), v, kv_ptr, kv_place,
-                    scale, K, D, PAGE, BLOCK, BLOCK_Q,
-                )  # fmt: skip
-                stop = end - 1
-        acc, high, total = attend(
-            acc, high, total, tl.trans(padded(q_low, BLOCK_Q)), tl.trans(padded(q_high, BLOCK_Q)),
-            kv_ptr, table_row_ptr, head, begin, stop, scale, K, D, PAGE, BLOCK, STAGES, ALIGNED,
-        )  # fmt: skip
-        _finish(
-            acc, high, total, out_row_ptr, partial_ptr, stats_ptr, counters_ptr + row * K + head,
-            index, first, num_chunks, head, K, G, D, BLOCK_Q, MAX_CHUNKS,
-        )  # fmt: skip
-    elif row >= 0:
+        if (APART > 0) & (end <= APART):
+            _attend_item(
+                q_row_ptr, kv_ptr, table_row_ptr, out_row_ptr, partial_ptr, stats_ptr, counter_ptr,
+                rope_row_ptr, q_norm_ptr, k_norm_ptr, kv_slots_ptr + row, eps, scale, page, begin,
+                stop, end, index, first, num_chunks, head, head * G + nth,
+                K, 1, D, H, PAGE, BLOCK, 1, STAGES, JOINED, FUSED, NORM, ALIGNED,
+            )  # fmt: skip
+        elif nth == 0:
+            _attend_item(
+                q_row_ptr, kv_ptr, table_row_ptr, out_row_ptr, partial_ptr, stats_ptr, counter_ptr,
+                rope_row_ptr, q_norm_ptr, k_norm_ptr, kv_slots_ptr + row, eps, scale, page, begin,
+                stop, end, index, first, num_chunks, head, head,
+                K, G, D, H, PAGE, BLOCK, BLOCK_G, STAGES, JOINED, FUSED, NORM, ALIGNED,
+            )  # fmt: skip
+    elif (row >= 0) & (nth == 0):
+        g = tl.arange(0, BLOCK_G)[:, None]
         zeros = tl.zeros([BLOCK_G, D], out_ptr.dtype.element_ty)
-        tl.store(out_row_ptr + g * D + tl.arange(0, D)[None, :], zeros, mask=g < G)
+        at = (head * G + g) * D + tl.arange(0, D)[None, :]
+        tl.store(out_row_ptr + at, zeros, mask=g < G)

@@ -49,11 +49,13 @@ def choose_experts(num_tokens: int, top_k: int, num_experts: int) -> Choice:
 
 
 def choose_one(top_k: int, ffn: int) -> tuple[Tiles, Tiles]:
-    """The launches of both products for one token; their loops are unrolled."""
+    """The launches of both products for one token; their loops are unrolled. The second's stages
+    are tiles that its programs hold in registers before they wait for the first.
+    """
     block_k = 256
     while top_k * ffn > 64 * block_k:
         block_k *= 2
-    return Tiles(2, 2048), Tiles(4, block_k)
+    return Tiles(1, 2048, 1, 1), Tiles(8, block_k, 4608 // block_k, 8)
 
 
 def num_tiles(num_tokens: int, top_k: int, num_experts: int, block_m: int) -> int:

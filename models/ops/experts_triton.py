@@ -45,32 +45,18 @@ def one_token(
     up, down = tiles or choose_one(top_k, ffn)
     sizes = {"TOP": top_k, "E": hidden, "F": ffn, "PDL": pdl, "launch_pdl": pdl}
     _up_one_kernel[(triton.cdiv(ffn, up.block_n), top_k)](
-        x_TE,
-        chosen,
-        kv_slots_T,
-        gate_up_NGE,
-        mid,
-        BN=up.block_n,
-        BK=min(up.block_k, triton.next_power_of_2(hidden)),
-        num_warps=up.warps,
+        x_TE, chosen, kv_slots_T, gate_up_NGE, mid,
+        BN=up.block_n, BK=min(up.block_k, triton.next_power_of_2(hidden)), num_warps=up.warps,
         **sizes,
-    )
+    )  # fmt: skip
+    block = block_of(ffn, down.block_k)
     _down_one_kernel[(triton.cdiv(hidden, down.block_n),)](
-        mid,
-        chosen,
-        kv_slots_T,
-        down_NEF,
-        y_TE if residual_TE is None else residual_TE,
-        y_TE,
-        BN=down.block_n,
-        BK=block_of(ffn, down.block_k),
-        TOPP=triton.next_power_of_2(top_k),
-        LINE=128 // x_TE.element_size(),
+        mid, chosen, kv_slots_T, down_NEF, y_TE if residual_TE is None else residual_TE, y_TE,
+        BN=down.block_n, BK=block, HELD=min(down.stages, top_k * triton.cdiv(ffn, block)),
+        TOPP=triton.next_power_of_2(top_k), LINE=128 // x_TE.element_size(),
         LINES=triton.next_power_of_2(min(16, max(1, ffn * x_TE.element_size() // 128))),
-        RESIDUAL=residual_TE is not None,
-        num_warps=down.warps,
-        **sizes,
-    )
+        RESIDUAL=residual_TE is not None, num_warps=down.warps, **sizes,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -110,39 +96,54 @@ def _down_one_kernel(
     mid_ptr, chosen_ptr, slots_ptr, w_ptr, residual_ptr, y_ptr,
     TOP: tl.constexpr, E: tl.constexpr, F: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     TOPP: tl.constexpr, LINE: tl.constexpr, LINES: tl.constexpr, RESIDUAL: tl.constexpr,
-    PDL: tl.constexpr,
+    PDL: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     i = tl.arange(0, BK)
-    real = tl.load(slots_ptr) >= 0
-    if PDL:
-        # The choice is two kernels old: the weights may be asked for ahead of the wait.
-        if real:
-            k = tl.arange(0, TOPP)
-            experts = tl.load(chosen_ptr + TOP + k, mask=k < TOP, other=0.0)
-            line = tl.arange(0, BN * LINES)
-            row, part = tl.program_id(0) * BN + line // LINES, line % LINES * LINE
-            base = experts.to(tl.int32, bitcast=True).to(tl.int64)[:, None] * (E * F)
-            some = (k < TOP)[:, None] & ((row < E) & (part < F))[None, :]
-            prefetch(w_ptr + base + (row * F + part)[None, :], some)
-        gdc_wait()
-        gdc_launch_dependents()
+    TILES: tl.constexpr = (F + BK - 1) // BK  # of an expert
+    row = n[:, None] * F + i[None, :]
     acc = tl.zeros([BN, BK], tl.float32)
+    real = tl.load(slots_ptr) >= 0
     if real:
-        row = n[:, None] * F + i[None, :]
+        held = ()
+        # The choice is two kernels old, and the kernel between started this one after its own wait:
+        # weights are asked for ahead of the wait, the first HELD tiles into registers, the other
+        # experts' into the L2 cache.
+        for t in tl.static_range(HELD):
+            expert = tl.load(chosen_ptr + TOP + t // TILES).to(tl.int32, bitcast=True)
+            mask = (n < E)[:, None] & (i < F - t % TILES * BK)[None, :]
+            at = w_ptr + expert.to(tl.int64) * (E * F) + row + t % TILES * BK
+            w = tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first")
+            held = held + (w,)  # type: ignore[assignment]
+        if PDL:
+            k = tl.arange(0, TOPP)
+            left = (k >= HELD // TILES) & (k < TOP)
+            experts = tl.load(chosen_ptr + TOP + k, mask=left, other=0.0)
+            line = tl.arange(0, BN * LINES)
+            line_row, part = tl.program_id(0) * BN + line // LINES, line % LINES * LINE
+            base = experts.to(tl.int32, bitcast=True).to(tl.int64)[:, None] * (E * F)
+            some = left[:, None] & ((line_row < E) & (part < F))[None, :]
+            prefetch(w_ptr + base + (line_row * F + part)[None, :], some)
+            gdc_launch_dependents()
+            gdc_wait()
         # As many copies of x as rows: spread over the threads once, it would pass through shared
         # memory for every tile, and no load could overtake another.
         x_at = tl.broadcast_to(i[None, :], [BN, BK])
-        for k in tl.static_range(TOP):
-            weight = tl.load(chosen_ptr + k)
-            expert = tl.load(chosen_ptr + TOP + k).to(tl.int32, bitcast=True)
-            from_ptr = w_ptr + expert.to(tl.int64) * (E * F)
-            for j in tl.static_range(0, F, BK):
-                inside = i < F - j
-                mask = (n < E)[:, None] & inside[None, :]
-                w = tl.load(from_ptr + row + j, mask=mask, other=0.0, eviction_policy="evict_first")
-                x = tl.load(mid_ptr + k * F + j + x_at, mask=inside[None, :], other=0.0)
-                acc += w.to(tl.float32) * (x.to(tl.float32) * weight)
+        for t in tl.static_range(TOP * TILES):
+            inside = (i < F - t % TILES * BK)[None, :]
+            if t < HELD:
+                w = held[t]
+            else:
+                expert = tl.load(chosen_ptr + TOP + t // TILES).to(tl.int32, bitcast=True)
+                at = w_ptr + expert.to(tl.int64) * (E * F) + row + t % TILES * BK
+                mask = (n < E)[:, None] & inside
+                w = tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first")
+            x_ptr = mid_ptr + (t // TILES * F + t % TILES * BK)
+            x = tl.load(x_ptr + x_at, mask=inside, other=0.0).to(tl.float32)
+            acc += w.to(tl.float32) * (x * tl.load(chosen_ptr + t // TILES))
+    elif PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     y = tl.sum(acc, 1)
     if RESIDUAL:
         y += tl.load(residual_ptr + n, mask=n < E, other=0.0).to(tl.float32)
@@ -171,19 +172,10 @@ def many_tokens(
     product(mid_PF, down_NEF, routing, out_PE, False, choice, choice.down, pdl)
     block = min(1024, triton.next_power_of_2(hidden))
     _sum_kernel[(num_tokens, triton.cdiv(hidden, block))](
-        out_PE,
-        routing.weights_TK,
-        kv_slots_T,
-        y_TE if residual_TE is None else residual_TE,
-        y_TE,
-        E=hidden,
-        TOP=top_k,
-        BLOCK=block,
-        RESIDUAL=residual_TE is not None,
-        PDL=pdl,
-        num_warps=4,
+        out_PE, routing.weights_TK, kv_slots_T, y_TE if residual_TE is None else residual_TE, y_TE,
+        E=hidden, TOP=top_k, BLOCK=block, RESIDUAL=residual_TE is not None, PDL=pdl, num_warps=4,
         launch_pdl=pdl,
-    )
+    )  # fmt: skip
 
 
 def product(

@@ -57,6 +57,9 @@ TABLE: dict[tuple[int, int, bool], tuple[tuple[int, Choice | None], ...]] = {
         (32, Choice(32, 128, 4, 4)),
         (64, Choice(64, 128, 4, 4, 8)),
     ),
+    # Qwen3-30B-A3B: qkv, o.
+    (5120, 2048, False): ((1, Choice(4, 1024)),),
+    (2048, 4096, False): ((1, Choice(1, 2048, warps=2)),),
 }
 
 

@@ -10,7 +10,8 @@ parts if the outer one gives too few programs; the last program of a tile to fin
 up, always in the same order.
 
 With programmatic dependent launch the weights are on their way (registers, or the L2 cache) before
-the kernel waits for the one before it.
+the kernel waits for the one before it. `gemv` lets the next one start before that wait, so that its
+weights come, too; decode_triton.py says what the next one may read then.
 
 Knows nothing of torch.library or of which kernel is best when. Importing it needs Triton.
 
@@ -162,8 +163,8 @@ def _gemv_kernel(
     if NORM:
         scale = tl.load(norm_ptr + k, mask=k < K, other=0.0).to(tl.float32)
     if PDL:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
     x = tl.load(x_ptr + k, mask=k < K, other=0.0).to(tl.float32)
     if NORM:
         squares = x * x

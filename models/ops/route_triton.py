@@ -23,7 +23,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 _SINGLE = 64  # tokens that one program chooses for
 _BLOCK_T = 32  # tokens of each of several
-_CHUNK = tl.constexpr(16)  # blocks of tokens at a time
+_CHUNK = tl.constexpr(64)  # blocks of tokens at a time
 
 
 class Routing(NamedTuple):
@@ -67,34 +67,21 @@ def route_one(
     chosen = torch.empty((2, top_k), dtype=torch.float32, device=device)
     normed = x_TE if norm_E is None else torch.empty_like(x_TE)
     block = triton.next_power_of_2(hidden)
+    # One warp needs no barrier; it has room for 2048 elements.
     _route_one_kernel[(num_experts,)](
-        x_TE,
-        router_NE if norm_E is None else norm_E,
-        router_NE,
-        normed,
-        logits,
-        chosen,
-        _counter(device),
-        eps,
-        E=hidden,
-        BE=block,
-        N=num_experts,
-        NP=triton.next_power_of_2(num_experts),
-        CHUNK=min(128, triton.next_power_of_2(num_experts)),
-        TOP=top_k,
-        NORMALISE=normalise,
-        NORM=norm_E is not None,
-        PDL=pdl,
-        num_warps=4 if block <= 4096 else 8,
-        launch_pdl=pdl,
-    )
+        x_TE, router_NE if norm_E is None else norm_E, router_NE, normed, logits, chosen,
+        _counter(device), eps,
+        E=hidden, BE=block, N=num_experts, NP=triton.next_power_of_2(num_experts),
+        TOPP=triton.next_power_of_2(top_k), TOP=top_k, NORMALISE=normalise, NORM=norm_E is not None,
+        PDL=pdl, num_warps=min(8, max(1, block // 2048)), launch_pdl=pdl,
+    )  # fmt: skip
     return normed, chosen
 
 
 @triton.jit
 def _route_one_kernel(
     x_ptr, norm_ptr, router_ptr, normed_ptr, logits_ptr, chosen_ptr, counter_ptr, eps,
-    E: tl.constexpr, BE: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, CHUNK: tl.constexpr,
+    E: tl.constexpr, BE: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, TOPP: tl.constexpr,
     TOP: tl.constexpr, NORMALISE: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0)
@@ -104,8 +91,8 @@ def _route_one_kernel(
     if NORM:
         scale = tl.load(norm_ptr + i, mask=inside, other=0.0).to(tl.float32)
     if PDL:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
     x = tl.load(x_ptr + i, mask=inside, other=0.0)
     if NORM:
         x_float = x.to(tl.float32)
@@ -121,20 +108,31 @@ def _route_one_kernel(
         logits = tl.load(
             logits_ptr + experts, mask=experts < N, other=float("-inf"), cache_modifier=".cg"
         )
-        clean = _clean(logits, experts < N)
-        rank = tl.zeros([NP], tl.int32)  # how many are better; ties go to the lower number
-        for start in tl.range(0, NP, CHUNK):
-            others = start + tl.arange(0, CHUNK)
-            other = tl.load(logits_ptr + others, mask=others < N, other=0.0, cache_modifier=".cg")
-            other = _clean(other, others < N)[None, :]
-            first = others[None, :] < experts[:, None]
-            better = (other > clean[:, None]) | ((other == clean[:, None]) & first)
-            rank += tl.sum(better.to(tl.int32), 1)
-        exps = tl.exp(logits - tl.max(clean, 0))
-        total = tl.sum(tl.where(rank < TOP, exps, 0.0), 0) if NORMALISE else tl.sum(exps, 0)
-        tl.store(chosen_ptr + rank, exps / total, mask=rank < TOP)
-        bits = experts.to(tl.float32, bitcast=True)
-        tl.store(chosen_ptr + TOP + rank, bits, mask=rank < TOP)
+        bits = _clean(logits, experts < N).to(tl.int32, bitcast=True)
+        # Integers in the order of the floats: one instruction finds the largest of a warp's.
+        keys = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+        high = 0.0
+        total = 0.0
+        places = tl.arange(0, TOPP)
+        weights = tl.zeros([TOPP], tl.float32)
+        chosen = tl.zeros([TOPP], tl.int32)
+        for k in tl.static_range(TOP):
+            key = tl.max(keys, 0)
+            expert = tl.min(tl.where(keys == key, experts, NP), 0)  # ties go to the lower number
+            logit = (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+            if k == 0:
+                high = logit
+                if not NORMALISE:
+                    total = tl.sum(tl.exp(logits - high), 0)
+            weight = tl.exp(logit - high)
+            if NORMALISE:
+                total += weight
+            weights = tl.where(places == k, weight, weights)
+            chosen = tl.where(places == k, expert, chosen)
+            keys = tl.where(experts == expert, -(2**31), keys)
+        tl.store(chosen_ptr + places, weights / total, mask=places < TOP)
+        bits = chosen.to(tl.float32, bitcast=True)
+        tl.store(chosen_ptr + TOP + places, bits, mask=places < TOP)
         tl.store(counter_ptr, 0)
 
 
@@ -174,37 +172,15 @@ def route(
     counts = pairs if single else ints(blocks, padded)
     sizes = {"N": num_experts, "NP": padded, "TOP": top_k, "BT": block_t, "BM": block_m, "PDL": pdl}
     _choose_kernel[(blocks,)](
-        logits,
-        kv_slots_T,
-        weights,
-        experts,
-        within,
-        counts,
-        pairs,
-        tiles,
-        num_tokens,
-        most_tiles,
-        SPLIT=logits.shape[0],
-        NORMALISE=normalise,
-        SINGLE=single,
-        num_warps=16 if block_t > 32 else 8,
-        launch_pdl=pdl,
-        **sizes,
-    )
+        logits, kv_slots_T, weights, experts, within, counts, pairs, tiles, num_tokens, most_tiles,
+        SPLIT=logits.shape[0], NORMALISE=normalise, SINGLE=single,
+        num_warps=16 if block_t > 32 else 8, launch_pdl=pdl, **sizes,
+    )  # fmt: skip
     if not single:
         _place_kernel[(blocks,)](
-            kv_slots_T,
-            experts,
-            within,
-            counts,
-            pairs,
-            tiles,
-            num_tokens,
-            most_tiles,
-            num_warps=8,
-            launch_pdl=pdl,
-            **sizes,
-        )
+            kv_slots_T, experts, within, counts, pairs, tiles, num_tokens, most_tiles,
+            PAIRS=triton.next_power_of_2(block_t * top_k), num_warps=8, launch_pdl=pdl, **sizes,
+        )  # fmt: skip
     return Routing(weights, pairs, tiles)
 
 
@@ -222,20 +198,10 @@ def _logits(x_TE: Tensor, router_NE: Tensor, few: bool, pdl: bool) -> Tensor:
     logits = torch.empty((split, num_tokens, num_experts), dtype=torch.float32, device=x_TE.device)
     grid = (triton.cdiv(num_tokens, block_t), triton.cdiv(num_experts, block_n), split)
     _logits_kernel[grid](
-        x_TE,
-        router_NE,
-        logits,
-        num_tokens,
-        N=num_experts,
-        E=hidden,
-        PART=triton.cdiv(triton.cdiv(hidden, split), block_k) * block_k,
-        BT=block_t,
-        BN=block_n,
-        BK=block_k,
-        PDL=pdl,
-        num_warps=4,
-        launch_pdl=pdl,
-    )
+        x_TE, router_NE, logits, num_tokens,
+        N=num_experts, E=hidden, PART=triton.cdiv(triton.cdiv(hidden, split), block_k) * block_k,
+        BT=block_t, BN=block_n, BK=block_k, PDL=pdl, num_warps=4, launch_pdl=pdl,
+    )  # fmt: skip
     return logits
 
 
@@ -338,12 +304,13 @@ def _choose_kernel(
 def _place_kernel(
     slots_ptr, experts_ptr, within_ptr, counts_ptr, pairs_ptr, tiles_ptr, T, num_tiles,
     N: tl.constexpr, NP: tl.constexpr, TOP: tl.constexpr, BT: tl.constexpr, BM: tl.constexpr,
-    PDL: tl.constexpr,
+    PDL: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     block, blocks = tl.program_id(0), tl.num_programs(0)
-    t = block * BT + tl.arange(0, BT)
     n = tl.arange(0, NP)
-    real = tl.load(slots_ptr + t, mask=t < T, other=-1) >= 0
+    pair = block * BT * TOP + tl.arange(0, PAIRS)
+    inside = (pair < T * TOP) & (pair < (block + 1) * BT * TOP)
+    real = tl.load(slots_ptr + pair // TOP, mask=inside, other=-1) >= 0
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -357,11 +324,8 @@ def _place_kernel(
         totals += tl.sum(counts, 0)
         before += tl.sum(tl.where((b < block)[:, None], counts, 0), 0)
     begins = tl.cumsum(totals) - totals
-    place = begins + before
-    for k in tl.static_range(TOP):
-        pair = t * TOP + k
-        expert = tl.load(experts_ptr + pair, mask=real, other=0)
-        within = tl.load(within_ptr + pair, mask=real, other=0)
-        at = tl.gather(place, expert, 0) + within
-        tl.store(pairs_ptr + at, pair, mask=real)
+    expert = tl.load(experts_ptr + pair, mask=real, other=0)
+    within = tl.load(within_ptr + pair, mask=real, other=0)
+    at = tl.gather(begins + before, expert, 0) + within
+    tl.store(pairs_ptr + at, pair, mask=real)
     _write_tiles(tiles_ptr, totals, begins, T, num_tiles, block, blocks, N, NP, BM)

@@ -263,6 +263,14 @@ def test_decode_attention(
     check_decode_attention("triton", heads, kv_heads, head_dim, normed, window, buffer)
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 4, 128), (16, 2, 256)])
+def test_decode_attention_of_few_rows(
+    heads: int, kv_heads: int, head_dim: int, rows: int, buffer: Tensor
+) -> None:
+    check_decode_attention("triton", heads, kv_heads, head_dim, True, 0, buffer, rows)
+
+
 @pytest.mark.parametrize("kernel", ["fa2", "xqa"])
 def test_decode_attention_in_two_kernels(kernel: str, buffer: Tensor) -> None:
     check_decode_attention(kernel, 16, 8, 128, True, 0, buffer)
@@ -276,16 +284,18 @@ def check_decode_attention(
     normed: bool,
     window: int,
     buffer: Tensor,
+    size: int = 8,
 ) -> None:
     """The new token's key and value reach the cache, and its attention, in one operator."""
     world = World.make(kv_heads, head_dim)
     columns = world.table.shape[1]
     own = torch.randperm(PAGES - 1, device="cuda")[: 5 * (PAGES // 5 - 1)].view(5, -1) + 1
     world.table[:5, : own.shape[1]] = own.to(torch.int32)  # no page is shared: pages are written
-    bucket = decode_bucket(8)
+    bucket = decode_bucket(size)
     shape = shape_of(heads, kv_heads, head_dim, window, world)
     planner = AttentionPlanner(shape, kernel, "fa3", [bucket], world.cache, 1 << 20)
-    for starts in ((0, 1, 15, 16, 17), (63, 64, 65, 127, 128), (1200, 3, 500, 0, 1000)):
+    for all_starts in ((0, 1, 15, 16, 17), (63, 64, 65, 127, 128), (1200, 3, 500, 0, 1000)):
+        starts = all_starts[:size]
         batch = batch_of("decode", tuple((start, 1) for start in starts), bucket)
         table = world.table.cpu().numpy()
         kv_slots = [
@@ -296,8 +306,8 @@ def check_decode_attention(
         assert max(starts) < columns * PAGE
         inputs = load(batch, bucket, buffer)
         planner.plan(bucket, batch)
-        qkv = torch.randn(8, (heads + 2 * kv_heads) * head_dim, device="cuda").bfloat16()
-        rope = torch.randn(8, head_dim, device="cuda")
+        qkv = torch.randn(size, (heads + 2 * kv_heads) * head_dim, device="cuda").bfloat16()
+        rope = torch.randn(size, head_dim, device="cuda")
         norms = [torch.rand(head_dim, device="cuda").bfloat16() + 0.5 for _ in range(2)]
         args = [qkv, rope, *(norms if normed else (None, None)), 1e-6]
         rows = [inputs.kv_slots_T, world.table]
@@ -309,7 +319,8 @@ def check_decode_attention(
         cpu_rows = [row.cpu() for row in rows]
         expected = decode_attention(*floats, cache, *cpu_rows, scale, window, True)
         assert torch.isfinite(out).all()
-        assert error(out[:5], expected[:5]) < TOLERANCE, starts
+        count = len(starts)
+        assert error(out[:count], expected[:count]) < TOLERANCE, starts
         assert error(world.cache, cache) < TOLERANCE, starts
         assert not world.cache[0].any(), "padding wrote to the dummy page"
     planner.close()
