@@ -19,9 +19,10 @@ from torch import Tensor
 from models.config import ModelConfig
 from models.fused_layer import can_fuse, fused_decoder_layer
 from models.inputs import KVCache, StepInputs, StepState, TensorParallel
-from models.layers import Family, Params, Rows, decoder_layer, linear, rms_norm
+from models.layers import Family, Params, Rows, decoder_layer, rms_norm
 from models.ops.collectives import all_gather_last, all_reduce
 from models.ops.linear import Kernels
+from models.ops.lm_head import lm_head
 from models.param_spec import Tree
 from models.registry import family_of
 
@@ -72,14 +73,14 @@ def lm_logits(
     residual_TE: Tensor | None,
     inputs: StepInputs,
 ) -> Tensor:
-    """[L, V] of the tokens whose logits are needed, on every rank; sampling casts as it reads."""
+    """[L, V] of the tokens whose logits are needed, on every rank; float32 on a GPU."""
     tokens_L = inputs.logit_tokens_L
     x_LE = x_TE[tokens_L]
     if residual_TE is not None:
         x_LE = x_LE + residual_TE[tokens_L]
     x_LE = rms_norm(x_LE, params["final_norm"], model.norm_eps)
     head_WE = params["embed"] if model.tie_embeddings else params["lm_head"]
-    logits_LW = linear(x_LE, head_WE)
+    logits_LW = lm_head(x_LE, head_WE)
     return all_gather_last(logits_LW, tp.size, tp.group)[:, : model.vocab_size]
 
 

@@ -22,6 +22,7 @@ from models.ops.attention import paged_attention, reference_attention
 from models.ops.fused import decode_attention, qk_norm_rope_kv_write
 from models.ops.kv_write import kv_write
 from models.ops.linear import fused_linear
+from models.ops.lm_head import lm_head
 
 pytestmark = [
     pytest.mark.gpu,
@@ -324,6 +325,16 @@ def check_decode_attention(
         assert error(world.cache, cache) < TOLERANCE, starts
         assert not world.cache[0].any(), "padding wrote to the dummy page"
     planner.close()
+
+
+@pytest.mark.parametrize("rows", [1, 33])
+def test_lm_head(rows: int) -> None:
+    x = torch.randn(rows, 576, device="cuda").bfloat16()
+    weight = torch.randn(49153, 576, device="cuda").bfloat16()
+    logits = lm_head(x, weight)
+    assert logits.dtype == torch.float32
+    expected = x.double() @ weight.double().T
+    torch.testing.assert_close(logits.double(), expected, rtol=0, atol=1e-3)
 
 
 def test_kv_write() -> None:
