@@ -133,7 +133,8 @@ class SlotTables:
         limit: length at which the request ends. num_prompt: tokens of the prompt.
         decoding: its next row is a decode row. alive: results are wanted.
         last_step: the last step with a row of it. sequence: number of its admission.
-        tokens: int32 [S, max_model_len]: ids of the sequence; placeholders where a step in flight draws.
+        tokens: int32 [S, max_model_len]: ids of the sequence; placeholders where a step in flight
+            draws.
     """
 
     def __init__(self, limits: SchedulerLimits) -> None:
