@@ -47,7 +47,9 @@ def embed(
     # A row whose logits were not finite drew -1: any id will do, the engine has ended the request.
     ids_T = torch.where(inputs.token_ids_T < 0, drawn_T, inputs.token_ids_T).clamp(min=0)
     x_TE = vocab_embedding(tp, params["embed"], params.get("first_id"), ids_T)
-    return x_TE, params["rope"][inputs.positions_T]
+    rope_TD = params["rope"][inputs.positions_T]
+    # Inductor would make it anew for every layer; a view with strides has it in memory.
+    return x_TE, rope_TD.as_strided(rope_TD.shape, rope_TD.stride())
 
 
 def vocab_embedding(
