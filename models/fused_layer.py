@@ -18,7 +18,7 @@ from models.config import ModelConfig
 from models.inputs import TensorParallel
 from models.layers import Family, Params, Rows, mlp
 from models.moe import feed_forward, fused_mixture
-from models.ops.collectives import all_reduce_add
+from models.ops.collectives import all_reduce_add, all_reduce_add_norm
 from models.ops.fused import decode_attention
 from models.ops.linear import Kernels, fused_linear
 
@@ -57,17 +57,23 @@ def fused_decoder_layer(
         window,
         kernels.pdl,
     )
-    x_TE = _project(tp, kernels, p, "o", o_THD.flatten(1), x_TE)
+    norm_E: Tensor | None = p["post_norm"]
+    if tp.symmetric and "o_bias" not in p:
+        y_TE = fused_linear(o_THD.flatten(1), p["o"], None, None, 0.0, False, None, kernels.pdl)
+        x_TE, in_TE = all_reduce_add_norm(y_TE, x_TE, p["post_norm"], model.norm_eps, tp.group)
+        norm_E = None
+    else:
+        in_TE = x_TE = _project(tp, kernels, p, "o", o_THD.flatten(1), x_TE)
     if "router" in p:
         if not tp.group:
-            return fused_mixture(model, kernels, p, x_TE, p["post_norm"], x_TE, rows.kv_slots_T)
-        y_TE = fused_mixture(model, kernels, p, x_TE, p["post_norm"], None, rows.kv_slots_T)
+            return fused_mixture(model, kernels, p, x_TE, norm_E, x_TE, rows.kv_slots_T)
+        y_TE = fused_mixture(model, kernels, p, in_TE, norm_E, None, rows.kv_slots_T)
         return all_reduce_add(y_TE, x_TE, tp.size, tp.group, tp.symmetric)
     mid_TF = fused_linear(
-        x_TE,
+        in_TE,
         p["gate_up"],
         p.get("gate_up_bias"),
-        p["post_norm"],
+        norm_E,
         model.norm_eps,
         True,
         None,

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-_BLOCK, _WARPS = 1024, 8
+_BLOCK, _WARPS, _NORM_WARPS = 1024, 8, 16
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -52,23 +52,54 @@ def fits(x: Tensor, exchange: Exchange) -> bool:
 
 def run(x: Tensor, residual: Tensor | None, out: Tensor, exchange: Exchange) -> None:
     """out = residual + sum of x over the ranks; all contiguous and of one shape and dtype."""
+    _launch(x, residual, None, 0.0, (out, out), exchange, (_BLOCK, _BLOCK, _WARPS))
+
+
+def run_norm(
+    x: Tensor,
+    residual: Tensor,
+    norm_E: Tensor,
+    eps: float,
+    out: Tensor,
+    normed: Tensor,
+    exchange: Exchange,
+) -> None:
+    """The same for rows [T, E], and their RMS norm; a row per program."""
+    width = x.shape[1] // 2
+    block = triton.next_power_of_2(width)
+    launch = (width, block, max(1, min(_NORM_WARPS, block // 128)))
+    _launch(x, residual, norm_E, eps, (out, normed), exchange, launch)
+
+
+def _launch(
+    x: Tensor,
+    residual: Tensor | None,
+    norm_E: Tensor | None,
+    eps: float,
+    results: tuple[Tensor, Tensor],
+    exchange: Exchange,
+    launch: tuple[int, int, int],
+) -> None:
+    width, block, warps = launch
     num_words = x.numel() // 2
-    launch: Any = all_reduce_kernel[(triton.cdiv(num_words, _BLOCK),)]
-    launch(
-        x.view(torch.int32),
-        x.view(torch.int32) if residual is None else residual.view(torch.int32),
-        out.view(torch.int32),
+    kernel: Any = all_reduce_kernel[(triton.cdiv(num_words, width),)]
+    operands = (x, x if residual is None else residual, x if norm_E is None else norm_E, *results)
+    kernel(
+        *(operand.view(torch.int32) for operand in operands),
         exchange.buffers,
         exchange.state,
+        eps,
         num_words,
+        width,
         exchange.num_words,
         RANK=exchange.rank,
         SIZE=exchange.size,
         ADD=residual is not None,
+        NORM=norm_E is not None,
         DTYPE=_TYPES[x.dtype],
-        BLOCK=_BLOCK,
+        BLOCK=block,
         PDL=exchange.pdl,
-        num_warps=_WARPS,
+        num_warps=warps,
         **({"launch_pdl": True} if exchange.pdl else {}),
     )
 
@@ -111,26 +142,19 @@ def _received(words_ptr, call, mask):
 
 @triton.jit
 def all_reduce_kernel(
-    x_ptr,
-    residual_ptr,
-    out_ptr,
-    buffers_ptr,
-    state_ptr,
-    num_words,
-    room,
-    RANK: tl.constexpr,
-    SIZE: tl.constexpr,
-    ADD: tl.constexpr,
-    DTYPE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    words_n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x_ptr, residual_ptr, norm_ptr, out_ptr, normed_ptr, buffers_ptr, state_ptr, eps, num_words,
+    width, room, RANK: tl.constexpr, SIZE: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr,
+    DTYPE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    place = tl.arange(0, BLOCK)
+    words_n = tl.program_id(0) * width + place
+    mask = (place < width) & (words_n < num_words)
+    if NORM:
+        norm = tl.load(norm_ptr + place, mask, other=0)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     call = tl.load(state_ptr, volatile=True) + 1
-    mask = words_n < num_words
     mine = tl.load(x_ptr + words_n, mask, other=0)
     half = (call & 1).to(tl.int64) * SIZE * room
     tagged = (call.to(tl.int64) << 32) | (mine.to(tl.int64) & 0xFFFFFFFF)
@@ -150,7 +174,16 @@ def all_reduce_kernel(
         residual = tl.load(residual_ptr + words_n, mask, other=0)
         low += _low(residual, DTYPE)
         high += _high(residual, DTYPE)
-    tl.store(out_ptr + words_n, _bits(low, DTYPE) | (_bits(high, DTYPE) << 16), mask)
+    out = _bits(low, DTYPE) | (_bits(high, DTYPE) << 16)
+    tl.store(out_ptr + words_n, out, mask)
+    if NORM:  # of what is stored
+        low = _low(out, DTYPE)
+        high = _high(out, DTYPE)
+        factor = tl.rsqrt(tl.sum(low * low + high * high, 0) / (2 * width) + eps)
+        low *= factor * _low(norm, DTYPE)
+        high *= factor * _high(norm, DTYPE)
+        normed = _bits(low, DTYPE) | (_bits(high, DTYPE) << 16)
+        tl.store(normed_ptr + words_n, normed, mask)
     if tl.atomic_add(state_ptr + 1, 1) == tl.num_programs(0) - 1:  # all have read the number
         tl.store(state_ptr + 1, 0)
         tl.store(state_ptr, call)

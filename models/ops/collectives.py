@@ -41,6 +41,16 @@ def all_reduce_add(
     return residual + all_reduce(x, size, group)
 
 
+def all_reduce_add_norm(
+    x_TE: Tensor, residual_TE: Tensor, norm_E: Tensor, eps: float, group: str
+) -> tuple[Tensor, Tensor]:
+    """`all_reduce_add` over ranks that share buffers, and the RMS norm of its result."""
+    both: tuple[Tensor, Tensor] = symmetric.all_reduce_add_norm(
+        x_TE, residual_TE, norm_E, eps, group
+    )
+    return both
+
+
 def all_gather_last(x: Tensor, size: int, group: str) -> Tensor:
     """[rows, n] on each rank -> [rows, size * n] on all, in rank order."""
     if not group:

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, library
 
 try:
-    from models.ops import all_reduce_triton
+    from models.ops import all_reduce_triton, fused_triton
 except ImportError:  # no Triton: a CPU
-    all_reduce_triton = None  # type: ignore[assignment]
+    all_reduce_triton = fused_triton = None  # type: ignore[assignment]
 
 # Each rank writes a message to every other one: above this over the number of ranks NCCL's ring is
 # as fast, and such messages are prompts', where it matters less.
@@ -66,7 +66,7 @@ def forget(group: str) -> None:
     _exchanges.pop(group, None)
 
 
-@torch.library.custom_op("fullgraph::all_reduce_add", mutates_args=(), device_types="cuda")
+@library.custom_op("fullgraph::all_reduce_add", mutates_args=(), device_types="cuda")
 def all_reduce_add(x: Tensor, residual: Tensor | None, group: str) -> Tensor:
     """residual + sum of x over the ranks of the group, the same bits on all of them.
 
@@ -91,3 +91,30 @@ def all_reduce_add(x: Tensor, residual: Tensor | None, group: str) -> Tensor:
 @all_reduce_add.register_fake
 def _(x: Tensor, residual: Tensor | None, group: str) -> Tensor:
     return torch.empty_like(x)
+
+
+@library.custom_op("fullgraph::all_reduce_add_norm", mutates_args=(), device_types="cuda")
+def all_reduce_add_norm(
+    x_TE: Tensor, residual_TE: Tensor, norm_E: Tensor, eps: float, group: str
+) -> tuple[Tensor, Tensor]:
+    """`all_reduce_add`, and the RMS norm of its result with a weight; of the same bits everywhere.
+
+    Args:
+        x_TE, residual_TE: [T, E], contiguous.
+    """
+    shared = _exchanges[group]
+    y_TE, normed_TE = torch.empty_like(x_TE), torch.empty_like(x_TE)
+    if shared is not None and all_reduce_triton.fits(x_TE, shared[0]):
+        operands = (x_TE, residual_TE, norm_E, eps, y_TE, normed_TE)
+        all_reduce_triton.run_norm(*operands, shared[0])
+        return y_TE, normed_TE
+    y_TE = all_reduce_add(x_TE, residual_TE, group)
+    fused_triton.rms_norm(y_TE, norm_E, eps, normed_TE, shared is not None and shared[0].pdl)
+    return y_TE, normed_TE
+
+
+@all_reduce_add_norm.register_fake
+def _(
+    x_TE: Tensor, residual_TE: Tensor, norm_E: Tensor, eps: float, group: str
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x_TE), torch.empty_like(x_TE)
