@@ -18,7 +18,7 @@ from models.config import ModelConfig
 from models.inputs import TensorParallel
 from models.layers import Family, Params, Rows, mlp
 from models.moe import feed_forward, fused_mixture
-from models.ops.collectives import all_reduce_add, all_reduce_add_norm
+from models.ops.collectives import all_reduce_add
 from models.ops.fused import decode_attention
 from models.ops.linear import Kernels, fused_linear
 
@@ -57,38 +57,46 @@ def fused_decoder_layer(
         window,
         kernels.pdl,
     )
-    norm_E: Tensor | None = p["post_norm"]
-    if tp.symmetric and "o_bias" not in p:
-        y_TE = fused_linear(o_THD.flatten(1), p["o"], None, None, 0.0, False, None, kernels.pdl)
-        x_TE, in_TE = all_reduce_add_norm(y_TE, x_TE, p["post_norm"], model.norm_eps, tp.group)
-        norm_E = None
+    norm: tuple[Tensor | None, float] = p["post_norm"], model.norm_eps
+    x_TE, in_TE = _project(tp, kernels, p, "o", o_THD.flatten(1), x_TE, norm)
+    if in_TE is None:
+        in_TE = x_TE
     else:
-        in_TE = x_TE = _project(tp, kernels, p, "o", o_THD.flatten(1), x_TE)
+        norm = None, 0.0
     if "router" in p:
         if not tp.group:
-            return fused_mixture(model, kernels, p, x_TE, norm_E, x_TE, rows.kv_slots_T)
-        y_TE = fused_mixture(model, kernels, p, in_TE, norm_E, None, rows.kv_slots_T)
-        return all_reduce_add(y_TE, x_TE, tp.size, tp.group, tp.symmetric)
+            return fused_mixture(model, kernels, p, x_TE, p["post_norm"], x_TE, rows.kv_slots_T)
+        y_TE = fused_mixture(model, kernels, p, in_TE, norm[0], None, rows.kv_slots_T)
+        return all_reduce_add(y_TE, x_TE, tp.size, tp.group, tp.symmetric)[0]
     mid_TF = fused_linear(
         in_TE,
         p["gate_up"],
         p.get("gate_up_bias"),
-        norm_E,
+        norm[0],
         model.norm_eps,
         True,
         None,
         kernels.pdl,
     )
-    return _project(tp, kernels, p, "down", mid_TF, x_TE)
+    return _project(tp, kernels, p, "down", mid_TF, x_TE, (None, 0.0))[0]
 
 
 def _project(
-    tp: TensorParallel, kernels: Kernels, p: Params, name: str, x: Tensor, residual_TE: Tensor
-) -> Tensor:
-    """Back to the hidden size, summed over the ranks and added to the residual."""
+    tp: TensorParallel,
+    kernels: Kernels,
+    p: Params,
+    name: str,
+    x: Tensor,
+    residual_TE: Tensor,
+    norm: tuple[Tensor | None, float],
+) -> tuple[Tensor, Tensor | None]:
+    """Back to the hidden size, summed over the ranks and added to the residual; with the norm of
+    that where the sum gives it, too.
+    """
     bias = p.get(name + "_bias")
     if not tp.group:
-        return fused_linear(x, p[name], bias, None, 0.0, False, residual_TE, kernels.pdl)
+        return fused_linear(x, p[name], bias, None, 0.0, False, residual_TE, kernels.pdl), None
     y_TE = fused_linear(x, p[name], None, None, 0.0, False, None, kernels.pdl)
-    x_TE = all_reduce_add(y_TE, residual_TE, tp.size, tp.group, tp.symmetric)
-    return x_TE if bias is None else x_TE + bias
+    if bias is None:
+        return all_reduce_add(y_TE, residual_TE, tp.size, tp.group, tp.symmetric, *norm)
+    return all_reduce_add(y_TE, residual_TE, tp.size, tp.group, tp.symmetric)[0] + bias, None

@@ -50,42 +50,27 @@ def fits(x: Tensor, exchange: Exchange) -> bool:
     return x.dtype in _TYPES and not odd and words <= exchange.num_words and x.is_contiguous()
 
 
-def run(x: Tensor, residual: Tensor | None, out: Tensor, exchange: Exchange) -> None:
-    """out = residual + sum of x over the ranks; all contiguous and of one shape and dtype."""
-    _launch(x, residual, None, 0.0, (out, out), exchange, (_BLOCK, _BLOCK, _WARPS))
-
-
-def run_norm(
+def run(
     x: Tensor,
-    residual: Tensor,
-    norm_E: Tensor,
+    residual: Tensor | None,
+    norm_E: Tensor | None,
     eps: float,
     out: Tensor,
     normed: Tensor,
     exchange: Exchange,
 ) -> None:
-    """The same for rows [T, E], and their RMS norm; a row per program."""
-    width = x.shape[1] // 2
-    block = triton.next_power_of_2(width)
-    launch = (width, block, max(1, min(_NORM_WARPS, block // 128)))
-    _launch(x, residual, norm_E, eps, (out, normed), exchange, launch)
-
-
-def _launch(
-    x: Tensor,
-    residual: Tensor | None,
-    norm_E: Tensor | None,
-    eps: float,
-    results: tuple[Tensor, Tensor],
-    exchange: Exchange,
-    launch: tuple[int, int, int],
-) -> None:
-    width, block, warps = launch
-    num_words = x.numel() // 2
+    """out = residual + sum of x over the ranks; all contiguous and of one shape and dtype. With the
+    weight of an RMS norm, x is [T, E], a row per program, and `normed` is out's norm.
+    """
+    width, block, warps, num_words = _BLOCK, _BLOCK, _WARPS, x.numel() // 2
+    if norm_E is not None:
+        width = x.shape[1] // 2
+        block = triton.next_power_of_2(width)
+        warps = max(1, min(_NORM_WARPS, block // 128))
+    operands = (x, x if residual is None else residual, x if norm_E is None else norm_E)
     kernel: Any = all_reduce_kernel[(triton.cdiv(num_words, width),)]
-    operands = (x, x if residual is None else residual, x if norm_E is None else norm_E, *results)
     kernel(
-        *(operand.view(torch.int32) for operand in operands),
+        *(tensor.view(torch.int32) for tensor in (*operands, out, normed)),
         exchange.buffers,
         exchange.state,
         eps,

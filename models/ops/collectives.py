@@ -26,29 +26,27 @@ def all_reduce(x: Tensor, size: int, group: str, symmetric_buffers: bool = False
         symmetric_buffers: the ranks share buffers.
     """
     if symmetric_buffers:
-        y: Tensor = symmetric.all_reduce_add(x, None, group)
+        y: Tensor = symmetric.all_reduce(x, None, None, 0.0, group)[0]
         return y
     return functional.all_reduce(x, "sum", cast(Any, group)) if group else x
 
 
 def all_reduce_add(
-    x: Tensor, residual: Tensor, size: int, group: str, symmetric_buffers: bool
-) -> Tensor:
-    """residual + the sum over the ranks; in one kernel where the ranks share buffers."""
-    if symmetric_buffers:
-        y: Tensor = symmetric.all_reduce_add(x, residual, group)
-        return y
-    return residual + all_reduce(x, size, group)
-
-
-def all_reduce_add_norm(
-    x_TE: Tensor, residual_TE: Tensor, norm_E: Tensor, eps: float, group: str
-) -> tuple[Tensor, Tensor]:
-    """`all_reduce_add` over ranks that share buffers, and the RMS norm of its result."""
-    both: tuple[Tensor, Tensor] = symmetric.all_reduce_add_norm(
-        x_TE, residual_TE, norm_E, eps, group
-    )
-    return both
+    x_TE: Tensor,
+    residual_TE: Tensor,
+    size: int,
+    group: str,
+    symmetric_buffers: bool,
+    norm_E: Tensor | None = None,
+    eps: float = 0.0,
+) -> tuple[Tensor, Tensor | None]:
+    """residual + the sum over the ranks; in one kernel where the ranks share buffers, which gives
+    the RMS norm of it, too, if it is given a weight.
+    """
+    if not symmetric_buffers:
+        return residual_TE + all_reduce(x_TE, size, group), None
+    y_TE, normed_TE = symmetric.all_reduce(x_TE, residual_TE, norm_E, eps, group)
+    return y_TE, None if norm_E is None else normed_TE
 
 
 def all_gather_last(x: Tensor, size: int, group: str) -> Tensor:

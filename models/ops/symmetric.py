@@ -1,6 +1,6 @@
 """Operator of an all-reduce through buffers that the GPUs of one host write into each other.
 
-`fullgraph::all_reduce_add` is opaque to the compiler, so that it sees the real number of rows of a
+`fullgraph::all_reduce` is opaque to the compiler, so that it sees the real number of rows of a
 bucket: small messages take our kernel (all_reduce_triton.py), large ones NCCL.
 
 Buffers belong to a process group and are found by its name, as attention's plans are found by
@@ -66,55 +66,37 @@ def forget(group: str) -> None:
     _exchanges.pop(group, None)
 
 
-@library.custom_op("fullgraph::all_reduce_add", mutates_args=(), device_types="cuda")
-def all_reduce_add(x: Tensor, residual: Tensor | None, group: str) -> Tensor:
-    """residual + sum of x over the ranks of the group, the same bits on all of them.
+@library.custom_op("fullgraph::all_reduce", mutates_args=(), device_types="cuda")
+def all_reduce(
+    x: Tensor, residual: Tensor | None, norm_E: Tensor | None, eps: float, group: str
+) -> tuple[Tensor, Tensor]:
+    """(y, norm of y): y = residual + sum of x over the ranks of the group; the same bits on all.
 
     Args:
         x: contiguous; equal shapes on all ranks.
         residual: like x; None: nothing is added.
+        norm_E: weight of an RMS norm with `eps` of y's rows; None: the second result is empty.
         group: name of a process group that shares buffers.
     """
-    shared = _exchanges[group]
-    if shared is None:
-        return x.clone() if residual is None else residual + x
-    exchange, _ = shared
-    if all_reduce_triton.fits(x, exchange):
-        out = torch.empty_like(x)
-        all_reduce_triton.run(x, residual, out, exchange)
-        return out
-    y = torch.ops._c10d_functional.all_reduce(x, "sum", group)
-    y = torch.ops._c10d_functional.wait_tensor(y)
-    return y if residual is None else residual + y
+    shared, normed = _exchanges[group], _normed(x, norm_E)
+    if shared is not None and all_reduce_triton.fits(x, shared[0]):
+        y = torch.empty_like(x)
+        all_reduce_triton.run(x, residual, norm_E, eps, y, normed, shared[0])
+        return y, normed
+    ops = torch.ops._c10d_functional
+    y = x.clone() if shared is None else ops.wait_tensor(ops.all_reduce(x, "sum", group))
+    y = y if residual is None else residual + y
+    if norm_E is not None:
+        fused_triton.rms_norm(y, norm_E, eps, normed, False)
+    return y, normed
 
 
-@all_reduce_add.register_fake
-def _(x: Tensor, residual: Tensor | None, group: str) -> Tensor:
-    return torch.empty_like(x)
-
-
-@library.custom_op("fullgraph::all_reduce_add_norm", mutates_args=(), device_types="cuda")
-def all_reduce_add_norm(
-    x_TE: Tensor, residual_TE: Tensor, norm_E: Tensor, eps: float, group: str
-) -> tuple[Tensor, Tensor]:
-    """`all_reduce_add`, and the RMS norm of its result with a weight; of the same bits everywhere.
-
-    Args:
-        x_TE, residual_TE: [T, E], contiguous.
-    """
-    shared = _exchanges[group]
-    y_TE, normed_TE = torch.empty_like(x_TE), torch.empty_like(x_TE)
-    if shared is not None and all_reduce_triton.fits(x_TE, shared[0]):
-        operands = (x_TE, residual_TE, norm_E, eps, y_TE, normed_TE)
-        all_reduce_triton.run_norm(*operands, shared[0])
-        return y_TE, normed_TE
-    y_TE = all_reduce_add(x_TE, residual_TE, group)
-    fused_triton.rms_norm(y_TE, norm_E, eps, normed_TE, shared is not None and shared[0].pdl)
-    return y_TE, normed_TE
-
-
-@all_reduce_add_norm.register_fake
+@all_reduce.register_fake
 def _(
-    x_TE: Tensor, residual_TE: Tensor, norm_E: Tensor, eps: float, group: str
+    x: Tensor, residual: Tensor | None, norm_E: Tensor | None, eps: float, group: str
 ) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x_TE), torch.empty_like(x_TE)
+    return torch.empty_like(x), _normed(x, norm_E)
+
+
+def _normed(x: Tensor, norm_E: Tensor | None) -> Tensor:
+    return x.new_empty(0) if norm_E is None else torch.empty_like(x)

@@ -34,11 +34,11 @@ def run_rank(rank: int, size: int, buffers: Sequence[Tensor]) -> None:
         residual = draw(rows, 999) if call % 2 else None
         out = torch.full_like(messages[0], torch.nan)
         assert all_reduce_triton.fits(out, exchange)
-        if residual is None:
-            all_reduce_triton.run(messages[rank], None, out, exchange)
-        else:
-            norm, normed = torch.linspace(0.5, 2, HIDDEN).half(), torch.full_like(out, torch.nan)
-            all_reduce_triton.run_norm(messages[rank], residual, norm, 1e-6, out, normed, exchange)
+        norm = None if residual is None else torch.linspace(0.5, 2, HIDDEN).half()
+        normed = torch.full_like(out, torch.nan)
+        operands = (messages[rank], residual, norm, 1e-6, out, normed)
+        all_reduce_triton.run(*operands, exchange)
+        if norm is not None:
             right = torch.nn.functional.rms_norm(out.float(), [HIDDEN], norm.float(), 1e-6)
             torch.testing.assert_close(normed, right.half(), atol=0, rtol=2e-3)
         total = torch.zeros(rows, HIDDEN)
