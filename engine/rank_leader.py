@@ -22,8 +22,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
-from torch.distributed.rendezvous import rendezvous
+from torch._C._distributed_c10d import Store, TCPStore
 
 from engine.batch_wire import encode
 from engine.config import EngineConfig
@@ -31,7 +30,7 @@ from engine.early_ranks import next_process, place
 from engine.errors import EngineDead
 from engine.graph_runner import Pending
 from engine.rank_link import LeaderLink
-from engine.ranks import RankGroup
+from engine.ranks import RankGroup, launched_store
 from engine.scheduler.batch import ScheduledBatch, StepResult
 from engine.world import World
 
@@ -219,6 +218,5 @@ class Leader(RankGroup):
 def _store(world: World, timeout_s: float) -> Store:
     timeout = timedelta(seconds=timeout_s)
     if world.launched:
-        store: Store = next(rendezvous("env://", world.rank, world.size, timeout=timeout))[0]
-        return PrefixStore("fullgraph", store)
+        return launched_store(world, timeout)
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)

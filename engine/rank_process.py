@@ -21,8 +21,7 @@ import traceback
 from collections.abc import Sequence
 from datetime import timedelta
 
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
-from torch.distributed.rendezvous import rendezvous
+from torch._C._distributed_c10d import Store, TCPStore
 
 from engine.batch_wire import decode
 from engine.config import EngineConfig, validate
@@ -31,7 +30,7 @@ from engine.graph_runner import Pending
 from engine.parent_guard import die_with_parent
 from engine.rank_leader import STOP, WARM
 from engine.rank_link import FollowerLink
-from engine.ranks import RankGroup
+from engine.ranks import RankGroup, launched_store
 from engine.startup import start_worker
 from engine.worker import Worker
 from engine.world import World, launched_world
@@ -77,9 +76,7 @@ def _store(world: World, port: int | None) -> Store:
     timeout = timedelta(seconds=_FIND_STORE_S)
     if port is not None:
         return TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
-    found = next(rendezvous("env://", world.rank, world.size, timeout=timeout))
-    store: Store = found[0]
-    return PrefixStore("fullgraph", store)
+    return launched_store(world, timeout)
 
 
 def follow(world: World, store: Store | None = None) -> None:

@@ -21,6 +21,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from engine.errors import ConfigError, EngineDead
 from engine.graph_runner import Pending
@@ -194,6 +195,12 @@ class RankGroup(Ranks):
                 dist.distributed_c10d._abort_process_group()
             else:
                 dist.destroy_process_group()
+
+
+def launched_store(world: World, timeout: datetime.timedelta) -> Store:
+    """Where ranks meet that torchrun has started."""
+    found: Store = next(rendezvous("env://", world.rank, world.size, timeout=timeout))[0]
+    return PrefixStore("fullgraph", found)
 
 
 def check_devices(world: World, kind: str) -> None:

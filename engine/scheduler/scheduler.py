@@ -116,11 +116,6 @@ class Scheduler:
         return bool(self._requests) or self.num_in_flight > 0
 
     @property
-    def is_quiet(self) -> bool:
-        """Nothing is open or in flight: every page is free or cached, every slot free."""
-        return not self.has_work
-
-    @property
     def num_in_flight(self) -> int:
         """Steps scheduled and not processed."""
         return self._next_step - 1 - self._running.processed
