@@ -59,9 +59,9 @@ def shard_step(x: Tensor, params: Sequence[Tensor], size: int, group: str) -> Te
     """The same with each all-reduce written down."""
     for i in range(0, len(params), 4):
         y = F.linear(F.linear(x, params[i]), params[i + 1])
-        x = x + all_reduce(y, size, group)
+        x = x + all_reduce(y, group)
         y = F.linear(F.silu(F.linear(x, params[i + 2])), params[i + 3])
-        x = x + all_reduce(y, size, group)
+        x = x + all_reduce(y, group)
     return x
 
 

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-import torch
 from torch._C._distributed_c10d import Store, TCPStore
 
 from engine.batch_wire import encode
@@ -45,6 +44,7 @@ _LAST_WORDS_S = 0.5
 # where nobody can be told but by the end of the process.
 _GRACE_S, _GRACE_UNTOLD_S = 2.0, 20.0
 _STOP_S = 20.0
+_ABORT_S = 1.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,16 +91,13 @@ class Leader(RankGroup):
         for rank, address in self._link.addresses.items():
             self.store.set(f"link/{rank}", address)
         self.store.set("config", config.model_dump_json(exclude={"server"}))
+        self._abort = threading.Thread(target=self.abort, daemon=True)
         self._thread = threading.Thread(target=self._watch, name="ranks", daemon=True)
         self._thread.start()
 
-    def broadcast(self, batch: ScheduledBatch) -> None:
+    def broadcast(self, batch: ScheduledBatch | None) -> None:
         self.check()
-        self._link.send(encode(batch))
-
-    def broadcast_warm(self) -> None:
-        self.check()
-        self._link.send(WARM)
+        self._link.send(WARM if batch is None else encode(batch))
 
     def watched(self, pending: Pending) -> Pending:
         return _Watched(pending, self)
@@ -134,14 +131,15 @@ class Leader(RankGroup):
         self._closing.set()
         if self.failure is None:
             self._link.send(STOP)
-        elif not torch.cuda.is_initialized():  # NCCL gives up only once its graphs are freed
-            self.abort()
+        else:  # NCCL tells its kernels at once, and then waits until graphs are freed
+            self._abort.start()
+            self._abort.join(_ABORT_S)
 
     def close(self) -> None:
         if self.failure is None:
             super().close()
-        else:
-            self.abort()
+        elif self._abort.is_alive():
+            self._abort.join(_STOP_S)
         self._leave()
 
     def _leave(self) -> None:

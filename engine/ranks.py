@@ -67,11 +67,8 @@ class Ranks:
         """Every rank's value, in rank order. A key is good for one use."""
         return [value]
 
-    def broadcast(self, batch: ScheduledBatch) -> None:
-        """Have the other ranks launch the batch, too."""
-
-    def broadcast_warm(self) -> None:
-        """Have the other ranks record one more graph, too (Worker.warm_next)."""
+    def broadcast(self, batch: ScheduledBatch | None) -> None:
+        """Have the other ranks launch the batch, too; None: record a graph (Worker.warm_next)."""
 
     def watched(self, pending: Pending) -> Pending:
         """The same, but its wait ends when a rank dies."""

@@ -176,7 +176,7 @@ class Worker:
         compiler = self._compiler
         if compiler is None or self.device.type == "cpu" or not compiler.is_done(["full"]):
             return False
-        self._ranks.broadcast_warm()
+        self._ranks.broadcast(None)
         compiler.wait(["full"])
         if not self._runner.warm_next():
             self._runner.forbid_recompiles()

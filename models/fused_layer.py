@@ -57,46 +57,32 @@ def fused_decoder_layer(
         window,
         kernels.pdl,
     )
-    norm: tuple[Tensor | None, float] = p["post_norm"], model.norm_eps
-    x_TE, in_TE = _project(tp, kernels, p, "o", o_THD.flatten(1), x_TE, norm)
-    if in_TE is None:
-        in_TE = x_TE
-    else:
-        norm = None, 0.0
+    x_TE = _project(tp, kernels, p, "o", o_THD.flatten(1), x_TE)
     if "router" in p:
         if not tp.group:
             return fused_mixture(model, kernels, p, x_TE, p["post_norm"], x_TE, rows.kv_slots_T)
-        y_TE = fused_mixture(model, kernels, p, in_TE, norm[0], None, rows.kv_slots_T)
-        return all_reduce_add(y_TE, x_TE, tp.size, tp.group, tp.symmetric)[0]
+        y_TE = fused_mixture(model, kernels, p, x_TE, p["post_norm"], None, rows.kv_slots_T)
+        return all_reduce_add(y_TE, x_TE, tp.group, tp.symmetric)
     mid_TF = fused_linear(
-        in_TE,
+        x_TE,
         p["gate_up"],
         p.get("gate_up_bias"),
-        norm[0],
+        p["post_norm"],
         model.norm_eps,
         True,
         None,
         kernels.pdl,
     )
-    return _project(tp, kernels, p, "down", mid_TF, x_TE, (None, 0.0))[0]
+    return _project(tp, kernels, p, "down", mid_TF, x_TE)
 
 
 def _project(
-    tp: TensorParallel,
-    kernels: Kernels,
-    p: Params,
-    name: str,
-    x: Tensor,
-    residual_TE: Tensor,
-    norm: tuple[Tensor | None, float],
-) -> tuple[Tensor, Tensor | None]:
-    """Back to the hidden size, summed over the ranks and added to the residual; with the norm of
-    that where the sum gives it, too.
-    """
+    tp: TensorParallel, kernels: Kernels, p: Params, name: str, x: Tensor, residual_TE: Tensor
+) -> Tensor:
+    """Back to the hidden size, summed over the ranks and added to the residual."""
     bias = p.get(name + "_bias")
     if not tp.group:
-        return fused_linear(x, p[name], bias, None, 0.0, False, residual_TE, kernels.pdl), None
+        return fused_linear(x, p[name], bias, None, 0.0, False, residual_TE, kernels.pdl)
     y_TE = fused_linear(x, p[name], None, None, 0.0, False, None, kernels.pdl)
-    if bias is None:
-        return all_reduce_add(y_TE, residual_TE, tp.size, tp.group, tp.symmetric, *norm)
-    return all_reduce_add(y_TE, residual_TE, tp.size, tp.group, tp.symmetric)[0] + bias, None
+    x_TE = all_reduce_add(y_TE, residual_TE, tp.group, tp.symmetric)
+    return x_TE if bias is None else x_TE + bias

@@ -116,7 +116,7 @@ def mlp(
 
 def row_parallel(tp: TensorParallel, p: Params, name: str, x: Tensor) -> Tensor:
     """A projection whose input is split over the ranks; the bias is added once, after the sum."""
-    y = all_reduce(linear(x, p[name]), tp.size, tp.group, tp.symmetric)
+    y = all_reduce(linear(x, p[name]), tp.group)
     bias = p.get(name + "_bias")
     return y if bias is None else y + bias
 

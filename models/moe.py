@@ -45,7 +45,7 @@ def feed_forward(
         weights_TK, experts_TK = route(model, p["router"], x_TE)
         experts = (p["experts_gate_up"], p["experts_down"])
         y_TE = grouped_experts(x_TE, weights_TK, experts_TK, kv_slots_T, *experts)
-    return all_reduce(y_TE, tp.size, tp.group, tp.symmetric)
+    return all_reduce(y_TE, tp.group)
 
 
 def fused_mixture(

@@ -19,29 +19,44 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-_BLOCK, _WARPS, _NORM_WARPS = 1024, 8, 16
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+class Launch(NamedTuple):
+    """How the kernel is launched.
+
+    Attributes:
+        block: words of a program.
+        warps: of a program.
+        pdl: programmatic dependent launch (Hopper and later): the matrix that follows fetches its
+            weights while this waits.
+    """
+
+    block: int = 1024
+    warps: int = 8
+    pdl: bool = False
 
 
 class Exchange(NamedTuple):
     """What the calls of one rank share.
 
     Attributes:
+        words: this rank's own of the buffers.
         buffers: int64 [size] on the device: addresses of every rank's words, int64 zeros
             [2, size, num_words] in memory that all of them can write.
         state: int32 zeros [2] on the device: calls so far, programs of this call that are done.
         rank, size: this rank's place.
         num_words: room for as many 4-byte words per rank.
-        pdl: programmatic dependent launch (Hopper and later): the matrix that follows fetches its
-            weights while this waits.
+        launch: of the kernel.
     """
 
+    words: Tensor
     buffers: Tensor
     state: Tensor
     rank: int
     size: int
     num_words: int
-    pdl: bool = False
+    launch: Launch
 
 
 def fits(x: Tensor, exchange: Exchange) -> bool:
@@ -50,54 +65,33 @@ def fits(x: Tensor, exchange: Exchange) -> bool:
     return x.dtype in _TYPES and not odd and words <= exchange.num_words and x.is_contiguous()
 
 
-def run(
-    x: Tensor,
-    residual: Tensor | None,
-    norm_E: Tensor | None,
-    eps: float,
-    out: Tensor,
-    normed: Tensor,
-    exchange: Exchange,
-) -> None:
-    """out = residual + sum of x over the ranks; all contiguous and of one shape and dtype. With the
-    weight of an RMS norm, x is [T, E], a row per program, and `normed` is out's norm.
-    """
-    width, block, warps, num_words = _BLOCK, _BLOCK, _WARPS, x.numel() // 2
-    if norm_E is not None:
-        width = x.shape[1] // 2
-        block = triton.next_power_of_2(width)
-        warps = max(1, min(_NORM_WARPS, block // 128))
-    operands = (x, x if residual is None else residual, x if norm_E is None else norm_E)
-    kernel: Any = all_reduce_kernel[(triton.cdiv(num_words, width),)]
-    kernel(
-        *(tensor.view(torch.int32) for tensor in (*operands, out, normed)),
+def run(x: Tensor, residual: Tensor | None, out: Tensor, exchange: Exchange) -> None:
+    """out = residual + sum of x over the ranks; all contiguous and of one shape and dtype."""
+    block, warps, pdl = exchange.launch
+    num_words = x.numel() // 2
+    launch: Any = all_reduce_kernel[(triton.cdiv(num_words, block),)]
+    launch(
+        *(t.view(torch.int32) for t in (x, x if residual is None else residual, out)),
         exchange.buffers,
         exchange.state,
-        eps,
         num_words,
-        width,
         exchange.num_words,
         RANK=exchange.rank,
         SIZE=exchange.size,
         ADD=residual is not None,
-        NORM=norm_E is not None,
         DTYPE=_TYPES[x.dtype],
         BLOCK=block,
-        PDL=exchange.pdl,
+        PDL=pdl,
         num_warps=warps,
-        **({"launch_pdl": True} if exchange.pdl else {}),
+        **({"launch_pdl": True} if pdl else {}),
     )
 
 
-def release(words: Tensor, exchange: Exchange) -> None:
-    """Have calls that wait for a rank that is gone, and all to come, go on with nonsense.
-
-    Args:
-        words: this rank's own, of exchange.buffers.
-    """
+def release(exchange: Exchange) -> None:
+    """Have calls that wait for a rank that is gone, and all to come, go on with nonsense."""
+    words = exchange.words
     with torch.cuda.stream(torch.cuda.Stream(words.device)):  # copies only: kernels may not start
-        ahead = torch.full(words.shape, int(exchange.state.cpu()[0] + 2**30) << 32)
-        words.copy_(ahead)
+        words.copy_(torch.full(words.shape, int(exchange.state.cpu()[0] + 2**30) << 32))
 
 
 @triton.jit
@@ -127,15 +121,12 @@ def _received(words_ptr, call, mask):
 
 @triton.jit
 def all_reduce_kernel(
-    x_ptr, residual_ptr, norm_ptr, out_ptr, normed_ptr, buffers_ptr, state_ptr, eps, num_words,
-    width, room, RANK: tl.constexpr, SIZE: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr,
-    DTYPE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, residual_ptr, out_ptr, buffers_ptr, state_ptr, num_words, room, RANK: tl.constexpr,
+    SIZE: tl.constexpr, ADD: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    place = tl.arange(0, BLOCK)
-    words_n = tl.program_id(0) * width + place
-    mask = (place < width) & (words_n < num_words)
-    if NORM:
-        norm = tl.load(norm_ptr + place, mask, other=0)
+    words_n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = words_n < num_words
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -159,16 +150,7 @@ def all_reduce_kernel(
         residual = tl.load(residual_ptr + words_n, mask, other=0)
         low += _low(residual, DTYPE)
         high += _high(residual, DTYPE)
-    out = _bits(low, DTYPE) | (_bits(high, DTYPE) << 16)
-    tl.store(out_ptr + words_n, out, mask)
-    if NORM:  # of what is stored
-        low = _low(out, DTYPE)
-        high = _high(out, DTYPE)
-        factor = tl.rsqrt(tl.sum(low * low + high * high, 0) / (2 * width) + eps)
-        low *= factor * _low(norm, DTYPE)
-        high *= factor * _high(norm, DTYPE)
-        normed = _bits(low, DTYPE) | (_bits(high, DTYPE) << 16)
-        tl.store(normed_ptr + words_n, normed, mask)
+    tl.store(out_ptr + words_n, _bits(low, DTYPE) | (_bits(high, DTYPE) << 16), mask)
     if tl.atomic_add(state_ptr + 1, 1) == tl.num_programs(0) - 1:  # all have read the number
         tl.store(state_ptr + 1, 0)
         tl.store(state_ptr, call)

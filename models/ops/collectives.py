@@ -16,37 +16,22 @@ from torch import Tensor
 from models.ops import symmetric
 
 
-def all_reduce(x: Tensor, size: int, group: str, symmetric_buffers: bool = False) -> Tensor:
+def all_reduce(x: Tensor, group: str) -> Tensor:
     """Sum over the ranks of the group, on all of them.
 
     Args:
         x: any shape, equal on all ranks.
-        size: ranks in the group.
         group: name of the process group; empty: there is one rank.
-        symmetric_buffers: the ranks share buffers.
     """
-    if symmetric_buffers:
-        y: Tensor = symmetric.all_reduce(x, None, None, 0.0, group)[0]
-        return y
     return functional.all_reduce(x, "sum", cast(Any, group)) if group else x
 
 
-def all_reduce_add(
-    x_TE: Tensor,
-    residual_TE: Tensor,
-    size: int,
-    group: str,
-    symmetric_buffers: bool,
-    norm_E: Tensor | None = None,
-    eps: float = 0.0,
-) -> tuple[Tensor, Tensor | None]:
-    """residual + the sum over the ranks; in one kernel where the ranks share buffers, which gives
-    the RMS norm of it, too, if it is given a weight.
-    """
-    if not symmetric_buffers:
-        return residual_TE + all_reduce(x_TE, size, group), None
-    y_TE, normed_TE = symmetric.all_reduce(x_TE, residual_TE, norm_E, eps, group)
-    return y_TE, None if norm_E is None else normed_TE
+def all_reduce_add(x: Tensor, residual: Tensor, group: str, symmetric_buffers: bool) -> Tensor:
+    """residual + the sum over the ranks; in one kernel where the ranks share buffers."""
+    if symmetric_buffers:
+        y: Tensor = symmetric.all_reduce_add(x, residual, group)
+        return y
+    return residual + all_reduce(x, group)
 
 
 def all_gather_last(x: Tensor, size: int, group: str) -> Tensor:

@@ -1,6 +1,6 @@
 """Operator of an all-reduce through buffers that the GPUs of one host write into each other.
 
-`fullgraph::all_reduce` is opaque to the compiler, so that it sees the real number of rows of a
+`fullgraph::all_reduce_add` is opaque to the compiler, so that it sees the real number of rows of a
 bucket: small messages take our kernel (all_reduce_triton.py), large ones NCCL.
 
 Buffers belong to a process group and are found by its name, as attention's plans are found by
@@ -17,19 +17,28 @@ import torch.distributed as dist
 from torch import Tensor, library
 
 try:
-    from models.ops import all_reduce_triton, fused_triton
+    from models.ops import all_reduce_triton
 except ImportError:  # no Triton: a CPU
-    all_reduce_triton = fused_triton = None  # type: ignore[assignment]
+    all_reduce_triton = None  # type: ignore[assignment]
 
 # Each rank writes a message to every other one: above this over the number of ranks NCCL's ring is
 # as fast, and such messages are prompts', where it matters less.
 MAX_BYTES = 2**22
 
-_exchanges: dict[str, tuple[all_reduce_triton.Exchange, Tensor] | None] = {}
+_exchanges: dict[str, all_reduce_triton.Exchange | None] = {}
 
 
-def share(group: str, rank: int, size: int, device: torch.device) -> None:
+def share(
+    group: str,
+    rank: int,
+    size: int,
+    device: torch.device,
+    launch: all_reduce_triton.Launch | None = None,
+) -> None:
     """Allocate the buffers of the group of all ranks; all of them call it, on GPUs of one host.
+
+    Args:
+        launch: another than the usual one, to be measured.
 
     Raises:
         RuntimeError: the GPUs cannot reach each other's memory.
@@ -44,9 +53,9 @@ def share(group: str, rank: int, size: int, device: torch.device) -> None:
     state = torch.zeros(2, dtype=torch.int32, device=device)
     torch.cuda.synchronize(device)
     dist.barrier()  # all are zero before anybody writes
-    pdl = torch.cuda.get_device_capability(device) >= (9, 0)
-    exchange = all_reduce_triton.Exchange(buffers, state, rank, size, num_words, pdl)
-    _exchanges[group] = (exchange, words)
+    exchange = (words, buffers, state, rank, size, num_words)
+    launch = launch or all_reduce_triton.Launch()
+    _exchanges[group] = all_reduce_triton.Exchange(*exchange, launch)
 
 
 def pretend(group: str) -> None:
@@ -56,9 +65,9 @@ def pretend(group: str) -> None:
 
 def release(group: str) -> None:
     """Let go of kernels that wait for a rank of the group that is gone."""
-    shared = _exchanges.get(group)
-    if shared is not None:
-        all_reduce_triton.release(shared[1], shared[0])
+    exchange = _exchanges.get(group)
+    if exchange is not None:
+        all_reduce_triton.release(exchange)
 
 
 def forget(group: str) -> None:
@@ -66,37 +75,25 @@ def forget(group: str) -> None:
     _exchanges.pop(group, None)
 
 
-@library.custom_op("fullgraph::all_reduce", mutates_args=(), device_types="cuda")
-def all_reduce(
-    x: Tensor, residual: Tensor | None, norm_E: Tensor | None, eps: float, group: str
-) -> tuple[Tensor, Tensor]:
-    """(y, norm of y): y = residual + sum of x over the ranks of the group; the same bits on all.
+@library.custom_op("fullgraph::all_reduce_add", mutates_args=(), device_types="cuda")
+def all_reduce_add(x: Tensor, residual: Tensor | None, group: str) -> Tensor:
+    """residual + sum of x over the ranks of the group, the same bits on all of them.
 
     Args:
         x: contiguous; equal shapes on all ranks.
         residual: like x; None: nothing is added.
-        norm_E: weight of an RMS norm with `eps` of y's rows; None: the second result is empty.
         group: name of a process group that shares buffers.
     """
-    shared, normed = _exchanges[group], _normed(x, norm_E)
-    if shared is not None and all_reduce_triton.fits(x, shared[0]):
-        y = torch.empty_like(x)
-        all_reduce_triton.run(x, residual, norm_E, eps, y, normed, shared[0])
-        return y, normed
+    exchange = _exchanges[group]
+    if exchange is not None and all_reduce_triton.fits(x, exchange):
+        out = torch.empty_like(x)
+        all_reduce_triton.run(x, residual, out, exchange)
+        return out
     ops = torch.ops._c10d_functional
-    y = x.clone() if shared is None else ops.wait_tensor(ops.all_reduce(x, "sum", group))
-    y = y if residual is None else residual + y
-    if norm_E is not None:
-        fused_triton.rms_norm(y, norm_E, eps, normed, False)
-    return y, normed
+    y = x.clone() if exchange is None else ops.wait_tensor(ops.all_reduce(x, "sum", group))
+    return y if residual is None else residual + y
 
 
-@all_reduce.register_fake
-def _(
-    x: Tensor, residual: Tensor | None, norm_E: Tensor | None, eps: float, group: str
-) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), _normed(x, norm_E)
-
-
-def _normed(x: Tensor, norm_E: Tensor | None) -> Tensor:
-    return x.new_empty(0) if norm_E is None else torch.empty_like(x)
+@all_reduce_add.register_fake
+def _(x: Tensor, residual: Tensor | None, group: str) -> Tensor:
+    return torch.empty_like(x)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
 from models.ops import all_reduce_triton
-from models.ops.all_reduce_triton import Exchange
+from models.ops.all_reduce_triton import Exchange, Launch
 
 ROOM, HIDDEN = 4096, 512
 ROWS = (1, 3, 2, 7, 1, 4, 5)  # an odd number of calls, of sizes that share places
@@ -26,21 +26,16 @@ def draw(rows: int, seed: int) -> Tensor:
 
 def run_rank(rank: int, size: int, buffers: Sequence[Tensor]) -> None:
     """Sum messages with the other ranks, every second time onto a residual."""
-    all_reduce_triton._BLOCK = 256  # several programs a call
+    launch = Launch(block=256)  # several programs a call
     addresses = torch.tensor([buffer.data_ptr() for buffer in buffers])
-    exchange = Exchange(addresses, torch.zeros(2, dtype=torch.int32), rank, size, ROOM)
+    state = torch.zeros(2, dtype=torch.int32)
+    exchange = Exchange(buffers[rank], addresses, state, rank, size, ROOM, launch)
     for call, rows in enumerate(ROWS):
         messages = [draw(rows, 10 * call + r) for r in range(size)]
         residual = draw(rows, 999) if call % 2 else None
         out = torch.full_like(messages[0], torch.nan)
         assert all_reduce_triton.fits(out, exchange)
-        norm = None if residual is None else torch.linspace(0.5, 2, HIDDEN).half()
-        normed = torch.full_like(out, torch.nan)
-        operands = (messages[rank], residual, norm, 1e-6, out, normed)
-        all_reduce_triton.run(*operands, exchange)
-        if norm is not None:
-            right = torch.nn.functional.rms_norm(out.float(), [HIDDEN], norm.float(), 1e-6)
-            torch.testing.assert_close(normed, right.half(), atol=0, rtol=2e-3)
+        all_reduce_triton.run(messages[rank], residual, out, exchange)
         total = torch.zeros(rows, HIDDEN)
         for message in messages:
             total += message.float()
