@@ -91,30 +91,23 @@ def finish(part: Part, limit_s: float) -> str:
 def beside(tp: int, cache: str) -> list[Part]:
     """Parts that run side by side."""
     many = str(tp)
+    ways = [("qwen3", "symmetric"), ("moe", "symmetric"), ("qwen3", "trees")]
+    if tp > 1:
+        ways += [(model, way) for model in ("qwen3", "moe") for way in ("alone", "nccl")]
+    side = [Part(f"parity_{model}_{way}", ["parity", model, many, way]) for model, way in ways]
     if tp == 1:
         launch = ["--nproc-per-node", "1", "--master-port", str(free_port()), "-m", PART]
-        ways = (("qwen3", "symmetric"), ("moe", "symmetric"), ("trees", "trees"))
-        one = ["parity", "qwen3", "1", "torchrun"]
-        return [
-            *(
-                Part(f"parity_{n}", ["parity", n.replace("trees", "qwen3"), "1", w])
-                for n, w in ways
-            ),
-            Part("parity_torchrun", [*launch, *one], module="torch.distributed.run"),
-        ]
-    return [
-        Part("parity_qwen3", ["parity", "qwen3", many, "alone", "symmetric", "nccl"]),
-        Part("parity_moe", ["parity", "moe", many, "alone", "symmetric", "nccl"]),
-        Part("parity_trees", ["parity", "qwen3", many, "trees", "trees-nccl"]),
-        *(
-            Part(f"fill_{name}_{n}", filling(shape, n, way, cache), module="engine")
-            for name, shape, n, way in (
-                ("large", LARGE, tp, "symmetric"),
-                ("large", LARGE, 1, "nccl"),
-                ("small", SMALL, tp, "symmetric"),
-                ("small", SMALL, 1, "nccl"),
-            )
-        ),
+        words = [*launch, "parity", "qwen3", "1", "torchrun"]
+        return [*side, Part("parity_qwen3_torchrun", words, module="torch.distributed.run")]
+    fills = (
+        ("large", LARGE, tp, "symmetric"),
+        ("large", LARGE, 1, "nccl"),
+        ("small", SMALL, tp, "symmetric"),
+        ("small", SMALL, 1, "nccl"),
+    )
+    return side + [
+        Part(f"fill_{name}_{n}", filling(shape, n, way, cache), module="engine")
+        for name, shape, n, way in fills
     ]
 
 
@@ -140,10 +133,19 @@ def wanted(parts: Sequence[Part], beginnings: Sequence[str]) -> list[Part]:
 
 
 def works(folder: Path, way: str) -> bool:
-    """Whether small models gave tokens this way."""
-    file = folder / "parity_qwen3.json"
-    rows = json.loads(file.read_text())["rows"] if file.is_file() else []
-    return any(row["way"] == way and row.get("tokens", "-") != "-" for row in rows)
+    """Whether a small model gave tokens this way."""
+    return (folder / f"parity_qwen3_{way}.json").is_file()
+
+
+def compare(folder: Path) -> None:
+    """Add to each parity result how many of its prompts got the tokens of one rank alone."""
+    for file in sorted(folder.glob("parity_*_*.json")):
+        alone = folder / f"parity_{file.name.split('_')[1]}_alone.json"
+        found = json.loads(file.read_text())
+        if alone.is_file() and "ids" in found:
+            pairs = list(zip(found.pop("ids"), json.loads(alone.read_text())["ids"], strict=True))
+            found["rows"][0]["as alone"] = f"{sum(a == b for a, b in pairs)} of {len(pairs)}"
+            (folder / f"compared_{file.name}").write_text(json.dumps(found))
 
 
 def filling(shape: Sequence[str], tp: int, way: str, cache: str) -> list[str]:
@@ -199,12 +201,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 def report(all_parts: Sequence[Part], folder: Path, ends: Sequence[str], results: Path) -> None:
     """Print every part's table, or the end of its log where it has none."""
     found: dict[str, Any] = {"ends": list(ends)}
+    compare(folder)
     for part in all_parts:
         file = folder / f"{part.name.replace('reduce', 'all_reduce')}.json"
+        compared = folder / f"compared_{file.name}"
+        file = compared if compared.is_file() else file
         print(f"\n== {part.name}")
         if file.is_file():
             found[part.name] = json.loads(file.read_text())
-            found[part.name].pop("environment", None)
+            for needless in ("environment", "ids"):
+                found[part.name].pop(needless, None)
             for rows in found[part.name].values():
                 if isinstance(rows, list) and rows and isinstance(rows[0], dict):
                     print(table(rows))

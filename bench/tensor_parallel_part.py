@@ -14,7 +14,6 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -83,42 +82,30 @@ def moe_config() -> Any:
     return transformers.Qwen3MoeConfig(**sizes)
 
 
-def parity(model: str, tp: int, ways: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Greedy tokens of one rank and of several; each token's distance from the best one.
+def parity(model: str, tp: int, way: str) -> Iterator[dict[str, Any]]:
+    """Greedy tokens of a small random model, and each token's distance from the best one.
 
     The distance is in logits, of the same weights in float32 by HF transformers given the tokens
     before; it is 0 where both choose the same. Weights are bfloat16, so that a rank's rounding may
-    turn a near tie: the largest distance is shown beside the logits' standard deviation. The result
-    so far comes after each way; one that fails is a row, too.
+    turn a near tie: beside it are the logits' standard deviation and what HF does in bfloat16.
+
+    Args:
+        way: alone (one rank, whatever `tp`), nccl, symmetric, trees, trees-nccl or torchrun.
     """
     sizes = {"head_dim": 128, "layers": 3, "hidden_size": 256, "intermediate_size": 512}
     config = moe_config() if model == "moe" else hf_config("qwen3", **sizes)
     rng = random.Random(0)
     prompts = [[rng.randrange(3, VOCAB) for _ in range(n)] for n in (1, 5, 16, 33, 70, 100, 40, 9)]
-    rows: list[dict[str, Any]] = []
-    answers: list[list[list[int]]] = []
+    size = 1 if way == "alone" else tp
     with tempfile.TemporaryDirectory() as folder:
         rounded = save_model(Path(folder), config, dtype=torch.bfloat16).cuda()
-        reference = copy.deepcopy(rounded).float()
-        for way in ways:
-            size = 1 if way == "alone" else tp
-            row = {"ranks": size, "way": way}
-            begin = time.perf_counter()
-            try:
-                with launched(size == 1 and way != "alone", way == "torchrun"):
-                    ids, more = _greedy(folder, size, way, prompts)
-            except Exception as error:
-                traceback.print_exc()
-                rows.append({**dict.fromkeys(rows[0] if rows else (), "-"), **row})
-                rows[-1]["as HF"] = f"{type(error).__name__}: {error}".splitlines()[0][:100]
-                yield {"rows": rows}
-                continue
-            answers.append(ids)
-            same = sum(a == b for a, b in zip(ids, answers[0], strict=True))
-            judged = judge(reference, rounded, prompts, ids)
-            row |= {**judged, "prompts as first": f"{same} of {len(prompts)}", **more}
-            rows.append({**row, "seconds": time.perf_counter() - begin})
-            yield {"rows": rows}
+        begin = time.perf_counter()
+        with launched(size == 1 and way != "alone", way == "torchrun"):
+            ids, faults = _greedy(folder, size, way, prompts)
+        seconds = time.perf_counter() - begin
+        judged = judge(copy.deepcopy(rounded).float(), rounded, prompts, ids)
+        row = {"model": model, "ranks": size, "way": way, **judged, **faults, "seconds": seconds}
+        yield {"rows": [row], "ids": ids}
 
 
 def _greedy(
@@ -365,8 +352,8 @@ def main() -> None:
     words = args.words
     name = f"{args.what}_{words[0]}"
     if args.what == "parity":
-        special = words[2] if words[2] in ("trees", "torchrun") else words[0]
-        name, results = f"parity_{special}", parity(words[0], int(words[1]), words[2:])
+        name += f"_{words[2]}"
+        results = parity(words[0], int(words[1]), words[2])
     elif args.what == "decode":
         name += f"_{words[1]}"
         results = decode(int(words[0]), *words[1:])

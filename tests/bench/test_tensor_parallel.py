@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.tensor_parallel import Part, beside, finish, one_by_one, report, start, works
+from bench.tensor_parallel import Part, beside, compare, finish, one_by_one, report, start, works
 
 
 def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -35,10 +35,18 @@ def test_one_gpu_checks_one_rank() -> None:
 
 def test_timed_parts_take_the_way_that_gives_tokens(tmp_path: Path) -> None:
     assert not works(tmp_path, "nccl")
-    rows = [{"way": "nccl", "tokens": 5}, {"way": "symmetric", "tokens": "-"}, {"way": "trees"}]
-    (tmp_path / "parity_qwen3.json").write_text(json.dumps({"rows": rows}))
-    assert [works(tmp_path, way) for way in ("nccl", "symmetric", "trees")] == [True, False, False]
+    (tmp_path / "parity_qwen3_nccl.json").write_text("{}")
+    assert works(tmp_path, "nccl") and not works(tmp_path, "symmetric")
     for way, other in (("nccl", "symmetric"), ("symmetric", "nccl")):
         names = [part.name for part in one_by_one(2, way, "cache")]
         assert names[0] == f"decode_2_{way}" and f"decode_2_{other}" in names[2:]
         assert len(set(names)) == len(names)
+
+
+def test_tokens_are_compared_with_those_of_one_rank(tmp_path: Path) -> None:
+    for way, ids in (("alone", [[1], [2]]), ("nccl", [[1], [3]])):
+        file = tmp_path / f"parity_moe_{way}.json"
+        file.write_text(json.dumps({"rows": [{"way": way}], "ids": ids}))
+    compare(tmp_path)
+    compared = json.loads((tmp_path / "compared_parity_moe_nccl.json").read_text())
+    assert compared["rows"] == [{"way": "nccl", "as alone": "1 of 2"}]
