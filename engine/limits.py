@@ -9,7 +9,7 @@ from engine.resolve import ResolvedConfig, chunk_kernel
 from engine.scheduler.limits import SchedulerLimits, TokenBucket
 
 # Time for a FLOP of attention over that in a step's matrices, on an H200 (bench/NOTES.md).
-_CONTEXT_COST = {"fa3": 1.2, "fa2": 2.2}
+_CONTEXT_COST = {"fa3": 1.3, "fa2": 2.5}
 # FLOPs of a step's matrices in the time in which decode attention reads a byte of KV there.
 _FLOPS_A_BYTE = 156
 
