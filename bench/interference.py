@@ -138,11 +138,11 @@ def interference(
     }
 
 
-def timeline_row(step: ScheduledBatch, gap: float) -> dict[str, Any]:
-    """Decode rows, where the chunk starts, its tokens, and milliseconds."""
+def timeline_row(step: ScheduledBatch, gap: float) -> str:
+    """Decode rows, tokens of the chunk, where it starts, and milliseconds."""
     chunk = step.num_tokens - step.num_decode_rows
     start = int(step.row_starts[-1]) if chunk else 0
-    return {"rows": step.num_decode_rows, "start": start, "chunk": chunk, "ms": round(gap, 3)}
+    return f"{step.num_decode_rows} rows + {chunk} at {start}: {gap:.2f} ms"
 
 
 def mixed_batch(rows: ScheduledBatch, pages: np.ndarray[Any, Any], page: int) -> ScheduledBatch:

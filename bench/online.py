@@ -226,7 +226,8 @@ def run(url: str, args: argparse.Namespace) -> None:
     answers = drive_all(target, jobs, args.concurrency, args.clients)
     result = measures(jobs, answers, Limits(args.ttft, args.tpot))
     print(show(result))
-    settings = {key: str(value) for key, value in vars(args).items() if key != "api_key"}
+    hidden = ("api_key", "results", "name")
+    settings = {key: str(value) for key, value in vars(args).items() if key not in hidden}
     path = save(args.name, {"model": target.model, "settings": settings, **result}, args.results)
     plotted = plot(answers, path.with_suffix(".png"))
     print(f"\n{path}{' and .png' if plotted else ''}")
