@@ -61,6 +61,12 @@ MODELS = {
         Matrix("gate_up", 17408, 5120, norm=True, act=True),
         Matrix("down", 5120, 17408, residual=True),
     ),
+    "llama-3-8b": (
+        Matrix("qkv", 6144, 4096, norm=True),
+        Matrix("o", 4096, 4096, residual=True),
+        Matrix("gate_up", 14336, 4096, norm=True, act=True),
+        Matrix("down", 4096, 14336, residual=True),
+    ),
 }
 
 
@@ -100,29 +106,32 @@ def candidates(m: Matrix, rows: int) -> Iterator[Choice | None]:
     yield None
     if rows == 1:
         for block_n, block_k, warps in itertools.product(
-            (1, 2, 4, 8), (512, 1024, 2048, 4096), (4, 8)
+            (1, 2, 4, 8, 16), (512, 1024, 2048, 4096), (4, 8)
         ):
             elements = block_n * block_k * (2 if m.act else 1)
-            large = m.inner > 4096 and not (block_n >= 4 and block_k <= 2048 and warps == 4)
+            large = m.inner >= 4096 and not (block_n > 1 and block_k <= 2048 and warps == 4)
             if 2048 <= elements <= 16384 and block_k <= 2 * m.inner and not large:
                 yield Choice(block_n, block_k, warps=warps)
         return
-    few = (
+    if rows > 64:
+        for block_m, block_k, split in itertools.product((32, 64, 128), (64, 128), (1, 2, 4)):
+            programs = m.columns // 64 * -(-rows // block_m) * split
+            stages = min(4, (160 << 10) // (2 * block_k * (64 + block_m)))
+            cut = m.inner % (split * block_k) == 0 and 48 <= programs <= 320
+            if cut and not m.act and (m.residual or split == 1):
+                yield Choice(64, block_k, split, stages, 4, 0, block_m, tma=True)
+        return
+    tiles = (
         (16, 256, 4, 4), (32, 128, 4, 4), (32, 256, 3, 4), (64, 64, 5, 4),
         (64, 128, 4, 4), (64, 128, 4, 8), (128, 64, 4, 4),
     )  # fmt: skip
-    many = ((64, 64, 5, 4), (64, 128, 3, 4), (64, 128, 3, 8), (128, 64, 4, 8), (128, 128, 3, 8))
-    tiles = few if rows <= 64 else many
-    blocks_m = (64,) if rows <= 64 else (64, 128)
-    for launch, split, block_m in itertools.product(tiles, (1, 2, 4, 8), blocks_m):
-        block_n, block_k, stages, warps = launch
+    for (block_n, block_k, stages, warps), split in itertools.product(tiles, (1, 2, 4, 8)):
         programs = -(-m.columns // (block_n // 2 if m.act else block_n)) * split
-        programs *= -(-rows // block_m)
-        shared = stages * block_k * 2 * (block_n + min(block_m, max(16, rows)))
+        shared = stages * block_k * 2 * (block_n + max(16, rows))
         cut = m.inner % (split * block_k) == 0 and m.inner // split >= 2 * block_k
         if cut and 48 <= programs <= 400 and shared <= 200 << 10:
             for fuse_norm in (0, 2) if m.norm else (1,):
-                yield Choice(block_n, block_k, split, stages, warps, fuse_norm, block_m)
+                yield Choice(block_n, block_k, split, stages, warps, fuse_norm)
 
 
 def linear_call(

@@ -106,24 +106,15 @@ def _fused_linear_cuda(
     num_rows, inner = x_MK.shape
     columns = w_NK.shape[0] // (2 if act else 1)
     choice = choose_linear(num_rows, columns, inner, act)
+    if choice is not None and choice.tma and not pdl:
+        choice = None  # descriptors and pdl come with Hopper
     if choice is None or (norm_K is not None and not choice.fuse_norm):
         x_MK, norm_K = _norm(x_MK, norm_K, eps, pdl), None
     if choice is None:
         return _with_cublas(x_MK, w_NK, bias_N, act, residual_MN, pdl)
     y_MN = torch.empty((num_rows, columns), dtype=x_MK.dtype, device=x_MK.device)
-    linear_triton.run(
-        x_MK,
-        w_NK,
-        bias_N,
-        norm_K,
-        eps,
-        act,
-        residual_MN,
-        y_MN,
-        choice,
-        _workspace(x_MK.device),
-        pdl,
-    )
+    given = (x_MK, w_NK, bias_N, norm_K, eps, act, residual_MN, y_MN)
+    linear_triton.run(*given, choice, _workspace(x_MK.device), pdl)
     return y_MN
 
 

@@ -23,7 +23,8 @@ class Choice(NamedTuple):
             a program.
         fuse_norm: an RMS norm before the matrix is 0: a kernel of its own, 1: applied to x,
             2: applied to w.
-        block_m: rows of x of a tile at most.
+        block_m: rows of x of a tile at most. tma: tiles come through tensor descriptors (Hopper
+            and later), norm and SwiGLU from kernels of their own.
     """
 
     block_n: int
@@ -33,6 +34,7 @@ class Choice(NamedTuple):
     warps: int = 4
     fuse_norm: int = 1
     block_m: int = 64
+    tma: bool = False
 
 
 _GEMV = 1, Choice(4, 512)
@@ -49,6 +51,7 @@ TABLE: dict[tuple[int, int, bool], tuple[tuple[int, Choice | None], ...]] = {
         (16, Choice(32, 128, 4, 4)),
         (32, Choice(64, 64, 4, 5)),
         (64, Choice(64, 128, 4, 4, 8)),
+        (256, Choice(64, 128, 2, 4, tma=True)),
     ),
     (3072, 1024, True): (_GEMV, (64, Choice(64, 128, 1, 4, 4, 0))),
     (1024, 3072, False): (
@@ -56,10 +59,21 @@ TABLE: dict[tuple[int, int, bool], tuple[tuple[int, Choice | None], ...]] = {
         (16, Choice(64, 128, 4, 4)),
         (32, Choice(32, 128, 4, 4)),
         (64, Choice(64, 128, 4, 4, 8)),
+        (256, Choice(64, 128, 2, 4, tma=True)),
     ),
     # Qwen3-30B-A3B: qkv, o.
     (5120, 2048, False): ((1, Choice(4, 1024)),),
     (2048, 4096, False): ((1, Choice(1, 2048, warps=2)),),
+    # Qwen3-14B, one row; more are cuBLAS's.
+    (7168, 5120, False): ((1, Choice(8, 1024)),),
+    (5120, 5120, False): ((1, Choice(2, 2048)),),
+    (17408, 5120, True): ((1, Choice(4, 1024)),),
+    (5120, 17408, False): ((1, Choice(4, 512)),),
+    # Llama-3-8B, whose qkv and o are Qwen3-8B's, too.
+    (6144, 4096, False): ((1, Choice(16, 512)),),
+    (4096, 4096, False): ((1, Choice(2, 2048)),),
+    (14336, 4096, True): ((1, Choice(4, 1024)),),
+    (4096, 14336, False): ((1, Choice(4, 2048)),),
 }
 
 
@@ -72,11 +86,13 @@ def choose_linear(num_rows: int, columns: int, inner: int, act: bool) -> Choice 
             return choice
     if num_rows > _GUESSED_ROWS:
         return None
-    return _gemv(inner) if num_rows == 1 else _skinny(columns, inner, act)
+    return _gemv(inner, act) if num_rows == 1 else _skinny(columns, inner, act)
 
 
-def _gemv(inner: int) -> Choice:
+def _gemv(inner: int, act: bool) -> Choice:
     """One row: a program takes four rows of w."""
+    if act or inner >= 4096:
+        return Choice(4, 1024)
     return Choice(4, 512) if inner < 2048 else Choice(4, 2048, warps=8)
 
 

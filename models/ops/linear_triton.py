@@ -5,9 +5,10 @@ residual sum. The norm costs nothing: its scale is one number a row, so it is ap
 product, and only its weight to x.
 
 Two kernels. `gemv` (one row) multiplies on CUDA cores, each program whole rows of w. `skinny` (2 to
-64 rows) uses tensor cores with w as the tall side of the product, and cuts the inner dimension into
-parts if the outer one gives too few programs; the last program of a tile to finish adds the parts
-up, always in the same order.
+256 rows) uses tensor cores with w as the tall side of the product, and cuts the inner dimension
+into parts if the outer one gives too few programs; the last program of a tile to finish adds the
+parts up, always in the same order. Above 64 rows its tiles come through tensor descriptors (TMA):
+pointers cost twice the instructions of the loop.
 
 With programmatic dependent launch the weights are on their way (registers, or the L2 cache) before
 the kernel waits for the one before it. `gemv` lets the next one start before that wait, so that its
@@ -27,6 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from models.ops.linear_table import Choice
 
@@ -128,7 +130,13 @@ def _launch_skinny(
     block_m = _block_m(num_rows, tiles)
     tile_columns = tiles.block_n // 2 if act else tiles.block_n
     grid = (triton.cdiv(columns, tile_columns), tiles.split, triton.cdiv(num_rows, block_m))
+    tiled: list[Any] = list(operands[:2])
+    if tiles.tma:
+        assert not act and not flags["NORM"], tiles
+        blocks = ([block_m, tiles.block_k], [tiles.block_n, tiles.block_k])
+        tiled = [*map(TensorDescriptor.from_tensor, tiled, blocks)]
     _skinny_kernel[grid](
+        *tiled,
         *operands,
         *workspace,
         eps,
@@ -140,6 +148,7 @@ def _launch_skinny(
         BK=tiles.block_k,
         SPLIT=tiles.split,
         STAGES=tiles.stages,
+        TMA=tiles.tma,
         LINES=triton.next_power_of_2(max(1, inner // tiles.split // 64)),
         **flags,
     )
@@ -220,10 +229,11 @@ def _prefetch(ptr):
 
 @triton.jit(do_not_specialize=["M"])
 def _skinny_kernel(
-    x_ptr, w_ptr, bias_ptr, norm_ptr, residual_ptr, y_ptr, parts_ptr, counters_ptr, eps, M,
-    N: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    SPLIT: tl.constexpr, STAGES: tl.constexpr, LINES: tl.constexpr, NORM: tl.constexpr,
-    ACT: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr,
+    x_desc, w_desc, x_ptr, w_ptr, bias_ptr, norm_ptr, residual_ptr, y_ptr, parts_ptr, counters_ptr,
+    eps, M, N: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    SPLIT: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr, LINES: tl.constexpr,
+    NORM: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     part = tl.program_id(1)
@@ -242,16 +252,21 @@ def _skinny_kernel(
     x_at = m[None, :] * K + begin + k[:, None]
     some = (m < M)[None, :]
     if PDL:
-        line = tl.minimum(tl.arange(0, LINES), KS // 64 - 1)  # 64 elements: 128 bytes
-        _prefetch(w_ptr + w_at + line[None, :] * 64)
+        if tl.program_id(2) == 0:
+            line = tl.minimum(tl.arange(0, LINES), KS // 64 - 1)  # 64 elements: 128 bytes
+            _prefetch(w_ptr + w_at + line[None, :] * 64)
         gdc_wait()
         gdc_launch_dependents()
     w_at += k[None, :]
     acc = tl.zeros([BN, BM], tl.float32)
     squares = tl.zeros([BM], tl.float32)
     for i in tl.range(0, KS, BK, num_stages=STAGES):
-        w = tl.load(w_ptr + w_at + i, mask=valid, other=0.0, eviction_policy="evict_first")
-        x = tl.load(x_ptr + x_at + i, mask=some, other=0.0)
+        if TMA:
+            w = w_desc.load([tile * BN, begin + i])
+            x = x_desc.load([tl.program_id(2) * BM, begin + i]).T
+        else:
+            w = tl.load(w_ptr + w_at + i, mask=valid, other=0.0, eviction_policy="evict_first")
+            x = tl.load(x_ptr + x_at + i, mask=some, other=0.0)
         if NORM:
             x_float = x.to(tl.float32)
             squares += tl.sum(x_float * x_float, 0)

@@ -387,7 +387,7 @@ LINEAR = [(1024, 2048), (576, 1536), (72, 192), (40, 100)]
 @pytest.mark.parametrize("residual", [False, True])
 def test_fused_linear(bias: bool, norm: bool, act: bool, residual: bool) -> None:
     for columns, inner in LINEAR:
-        for rows in (1, 2, 33, 65):
+        for rows in (1, 2, 33, 65, 168):
             x = torch.randn(rows, inner, device="cuda").bfloat16()
             w = torch.randn(columns * (1 + act), inner, device="cuda").bfloat16() / inner**0.5
             optional = (
