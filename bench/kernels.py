@@ -116,7 +116,7 @@ def candidates(m: Matrix, rows: int) -> Iterator[Choice | None]:
     if rows > 64:
         for block_m, block_k, split in itertools.product((32, 64, 128), (64, 128), (1, 2, 4)):
             programs = m.columns // 64 * -(-rows // block_m) * split
-            stages = min(4, (160 << 10) // (2 * block_k * (64 + block_m)))
+            stages = min(8, (200 << 10) // (2 * block_k * (64 + block_m)))
             cut = m.inner % (split * block_k) == 0 and 48 <= programs <= 320
             if cut and not m.act and (m.residual or split == 1):
                 yield Choice(64, block_k, split, stages, 4, 0, block_m, tma=True)
