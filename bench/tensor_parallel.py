@@ -9,10 +9,9 @@ of one over NCCL.
 
     parity   greedy tokens of small random models judged by HF transformers in float32
     reduce   bench.all_reduce
-    decode   a decode step of Qwen3-14B's shape at KV length 1024
+    decode   a decode step of Qwen3-14B's shape at KV length 1024, Mini-SGLang's offline workload
     serve    warm start to first token over HTTP; a rank killed under load
     torchrun the same server, started by torchrun
-    workload Mini-SGLang's offline workload, same shape
 """
 
 from __future__ import annotations
@@ -111,18 +110,18 @@ def beside(tp: int, cache: str) -> list[Part]:
     ]
 
 
-def one_by_one(tp: int, way: str, cache: str) -> list[Part]:
+def one_by_one(tp: int, way: str, cache: str, quick: bool) -> list[Part]:
     """Parts that are timed, by importance."""
     many = str(tp)
     other = "nccl" if way == "symmetric" else "symmetric"
+    steps, starts = ([], ["1"]) if quick else (["steps"], ["2"])
     return [
-        Part(f"decode_2_{way}", ["decode", many, way, cache], 75),
-        Part("decode_1_nccl", ["decode", "1", "nccl", cache], 60),
-        Part("serve_2", ["serve", many, way, cache], 60),
-        Part("serve_1", ["serve", "1", "nccl", cache], 45),
+        Part(f"decode_2_{way}", ["decode", many, way, cache, *steps, "workload"], 80),
+        Part("decode_1_nccl", ["decode", "1", "nccl", cache, *steps], 60),
+        Part("serve_2", ["serve", many, way, cache, *starts], 60),
+        Part("serve_1", ["serve", "1", "nccl", cache, *starts], 45),
         Part(f"torchrun_{tp}", ["torchrun", many, way, cache], 40),
-        Part("workload_2", ["workload", many, way, cache], 60),
-        Part(f"decode_2_{other}", ["decode", many, other, cache], 100),  # compiles first
+        Part(f"decode_2_{other}", ["decode", many, other, cache, *steps], 100),  # compiles first
         Part("reduce", ["--size", many], 40, "bench.all_reduce"),
     ]
 
@@ -160,6 +159,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tp", type=int, default=min(2, torch.cuda.device_count()))
     parser.add_argument("--only", nargs="+", default=[""], help="parts whose names begin so")
     parser.add_argument("--limit", type=float, default=420, help="seconds for everything")
+    parser.add_argument("--quick", action="store_true", help="no steps end to end, one start each")
     parser.add_argument("--cache", help="compile cache to use and keep; else one is made")
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args(argv)
@@ -186,7 +186,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"side by side: {time.monotonic() - begin:.0f} s\n" + "\n".join(ends), flush=True)
     if args.tp > 1:
         way = "nccl" if works(folder, "nccl") and not works(folder, "symmetric") else "symmetric"
-        alone = wanted(one_by_one(args.tp, way, cache), args.only)
+        alone = wanted(one_by_one(args.tp, way, cache, args.quick), args.only)
     for part in alone:
         if left() > 5:
             limit = min(part.limit_s, left())

@@ -46,7 +46,7 @@ LARGE = [
 SMALL = ["model.path=configs/hf/qwen3-0.6b", "model.max_model_len=4096"]
 SMALL += ["model.tokenizer=configs/hf/tiny-llama", "compile.decode_buckets=[1,8,64]"]
 SMALL += ["compile.extend_buckets=[64,2048]", "scheduler.max_step_tokens=2048"]
-SMALL += ["scheduler.max_running=64"]
+SMALL += ["scheduler.max_running=64", "kv.num_pages=20000"]
 COMMON = ["model.load=random", "model.dtype=bfloat16", "device=cuda", "log.progress=none"]
 COMMON += ["compile.cudagraphs=manual"]
 CONFIG = "configs/qwen3_0_6b.yaml"
@@ -173,42 +173,40 @@ def judge(
     return result
 
 
-def decode(tp: int, all_reduce: str, cache: str) -> Iterator[dict[str, Any]]:
-    """Milliseconds of a step at KV_LENGTH, on the device and on rank 0's host, and end to end."""
+def decode(tp: int, all_reduce: str, cache: str, *more: str) -> Iterator[dict[str, Any]]:
+    """Milliseconds of a step at KV_LENGTH, on the device and on rank 0's host.
+
+    Args:
+        more: "steps": end to end, too. "workload": Mini-SGLang's offline workload.
+    """
     begin = time.perf_counter()
     with LLM(CONFIG, settings(LARGE, tp, all_reduce, cache)) as llm:
         result: dict[str, Any] = {"rows": [], "start_s": time.perf_counter() - begin}
-        num_ids = llm.engine.model.vocab_size
-        result |= {
-            "pages": llm.engine.num_pages,
-            "compiled": llm.engine.worker.compile_log.compiled,
-        }
+        worker, num_ids = llm.engine.worker, llm.engine.model.vocab_size
+        result |= {"pages": llm.engine.num_pages, "compiled": worker.compile_log.compiled}
         head = {"ranks": tp, "all_reduce": all_reduce}
         for batch in BATCHES:
             result["rows"].append({**head, **time_bucket(llm.engine, batch, KV_LENGTH)})
             yield result
-        for batch, row in zip(BATCHES, result["rows"], strict=True):
-            timed(llm, fit(uniform(batch, 960, 4, 10 * batch), num_ids), 0.0)
-            short = timed(llm, fit(uniform(batch, 960, 1, 10 * batch + 1), num_ids), 0.0)
-            long = timed(llm, fit(uniform(batch, 960, 65, 10 * batch + 2), num_ids), 0.0)
-            row["step_ms"] = 1e3 * (long - short) / 64
-        result["counters"] = [counted_faults(llm.engine.worker.counters)]
+        if "steps" in more:
+            for batch, row in zip(BATCHES, result["rows"], strict=True):
+                timed(llm, fit(uniform(batch, 960, 4, 10 * batch), num_ids), 0.0)
+                short = timed(llm, fit(uniform(batch, 960, 1, 10 * batch + 1), num_ids), 0.0)
+                long = timed(llm, fit(uniform(batch, 960, 65, 10 * batch + 2), num_ids), 0.0)
+                row["step_ms"] = 1e3 * (long - short) / 64
+        result["counters"] = [counted_faults(worker.counters)]
         yield result
+        if "workload" in more:
+            timed(llm, fit(uniform(8, 960, 4, 1), num_ids), 0.0)
+            jobs = fit(mini_sglang(0), num_ids)
 
+            def measured() -> dict[str, Any]:
+                seconds = timed(llm, jobs, 0.6)
+                num_output = sum(job.num_output for job in jobs)
+                return {"ranks": tp, "seconds": seconds, "output_per_s": num_output / seconds}
 
-def workload(tp: int, all_reduce: str, cache: str) -> Iterator[dict[str, Any]]:
-    """Mini-SGLang's offline workload, after a short one."""
-    with LLM(CONFIG, settings(LARGE, tp, all_reduce, cache)) as llm:
-        num_ids = llm.engine.model.vocab_size
-        timed(llm, fit(uniform(8, 960, 4, 1), num_ids), 0.0)
-        jobs = fit(mini_sglang(0), num_ids)
-
-        def measured() -> dict[str, Any]:
-            seconds = timed(llm, jobs, 0.6)
-            num_output = sum(job.num_output for job in jobs)
-            return {"ranks": tp, "seconds": seconds, "output_per_s": num_output / seconds}
-
-        yield {"rows": [counted(llm, measured)]}
+            result["workload"] = [counted(llm, measured)]
+            yield result
 
 
 @contextlib.contextmanager
@@ -237,10 +235,12 @@ def server(
         process.wait()
 
 
-def serve(tp: int, all_reduce: str, cache: str, folder: Path) -> Iterator[dict[str, Any]]:
-    """Two warm starts to the first token; with several ranks one is killed under load."""
+def serve(
+    tp: int, all_reduce: str, cache: str, folder: Path, starts: str = "2"
+) -> Iterator[dict[str, Any]]:
+    """Warm starts to the first token; with several ranks one is killed under load in the last."""
     result: dict[str, Any] = {"rows": []}
-    for attempt in range(2):
+    for attempt in range(int(starts)):
         begin = time.perf_counter()
         log, phases = (folder / f"serve_{tp}_{attempt}_{n}" for n in ("server.log", "phases.json"))
         with server(settings(SMALL, tp, all_reduce, cache), log, phases) as (url, process):
@@ -252,7 +252,7 @@ def serve(tp: int, all_reduce: str, cache: str, folder: Path) -> Iterator[dict[s
             result["counters"] = [watched_counters(url)]
             if attempt == 0:
                 result["full"] = [{"ranks": tp, **full_variant(url)}]
-            if tp > 1 and attempt == 1:
+            if tp > 1 and attempt == int(starts) - 1:
                 result["death"] = [death(url, process)]
         yield result
 
@@ -345,7 +345,7 @@ def command_of(pid: int) -> str:
 def main() -> None:
     """Run a part and save its result under its name, again and again as it grows."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=("parity", "decode", "serve", "torchrun", "workload"))
+    parser.add_argument("what", choices=("parity", "decode", "serve", "torchrun"))
     parser.add_argument("words", nargs="+")
     parser.add_argument("--results", type=Path, required=True)
     args = parser.parse_args()
@@ -357,11 +357,10 @@ def main() -> None:
     elif args.what == "decode":
         name += f"_{words[1]}"
         results = decode(int(words[0]), *words[1:])
-    elif args.what == "workload":
-        results = workload(int(words[0]), *words[1:])
+    elif args.what == "serve":
+        results = serve(int(words[0]), words[1], words[2], args.results, *words[3:])
     else:
-        part = serve if args.what == "serve" else torchrun
-        results = part(int(words[0]), words[1], words[2], args.results)
+        results = torchrun(int(words[0]), words[1], words[2], args.results)
     for result in results:
         save(name, result, args.results)
 

@@ -98,7 +98,10 @@ class StepPlan:
         for bucket in self.limits.buckets:
             if bucket.tokens <= used:
                 continue
-            count = min(bucket.tokens - used, self._affordable_in(bucket, start))
+            left = self.budget - bucket.tokens
+            if left <= 0 and bucket is self.limits.buckets[0]:  # any chunk is padded to it
+                left = MIN_CHUNK_SHARE * self.limits.step_budget
+            count = min(bucket.tokens - used, self._affordable_in(bucket, start, left))
             # Padding costs what tokens do: a larger bucket is worth half of what it adds.
             if not most or 2 * (count - most) >= bucket.tokens - below:
                 most, below = count, bucket.tokens
@@ -106,9 +109,9 @@ class StepPlan:
             most = max(most, MIN_CHUNK_TOKENS)
         return min(most, self.tokens_left)
 
-    def _affordable_in(self, bucket: TokenBucket, start: int) -> int:
-        """The same in a step of that bucket, its size aside."""
-        pairs = (self.budget - bucket.tokens) * bucket.context_unit
+    def _affordable_in(self, bucket: TokenBucket, start: int, left: float) -> int:
+        """The same in a step of that bucket, its size aside, for what is left of the budget."""
+        pairs = left * bucket.context_unit
         deepest, count = self.deepest
         if deepest * bucket.waves(count) > pairs:
             return 0

@@ -38,7 +38,7 @@ def test_timed_parts_take_the_way_that_gives_tokens(tmp_path: Path) -> None:
     (tmp_path / "parity_qwen3_nccl.json").write_text("{}")
     assert works(tmp_path, "nccl") and not works(tmp_path, "symmetric")
     for way, other in (("nccl", "symmetric"), ("symmetric", "nccl")):
-        names = [part.name for part in one_by_one(2, way, "cache")]
+        names = [part.name for part in one_by_one(2, way, "cache", False)]
         assert names[0] == f"decode_2_{way}" and f"decode_2_{other}" in names[2:]
         assert len(set(names)) == len(names)
 

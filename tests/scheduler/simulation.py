@@ -276,7 +276,9 @@ class Simulation:
             assert np.all(np.diff(sequence[decode:]) > 0), "chunks out of order"
 
     def _check_cost(self, batch: ScheduledBatch) -> None:
-        """Only a step's first chunk, and only up to MIN_CHUNK_TOKENS, may go beyond the budget."""
+        """Only a step's first chunk, and only up to MIN_CHUNK_TOKENS, may go beyond the budget, or
+        what fits into the smallest bucket.
+        """
         limits, decode = self.limits, batch.num_decode_rows
         starts, lens = batch.row_starts[decode:].tolist(), batch.row_lens[decode:].tolist()
         if not lens or lens in ([n] for n in range(MIN_CHUNK_TOKENS + 1)):
@@ -288,7 +290,11 @@ class Simulation:
         cost = bucket.tokens + pairs / bucket.context_unit
         context = int(batch.row_starts[:decode].sum()) / limits.decode_unit
         budget = limits.step_budget * (1 if decode else CHUNKS_ALONE)
-        assert cost <= max(budget - context, MIN_CHUNK_SHARE * limits.step_budget) + 1e-6
+        least = MIN_CHUNK_SHARE * limits.step_budget
+        allowed = max(budget - context, least)
+        if bucket == limits.buckets[0] and allowed <= bucket.tokens:
+            allowed = bucket.tokens + least
+        assert cost <= allowed + 1e-6
 
     def _check_cache(self) -> None:
         """Every page of the prefix tree holds the KV of the tokens that the tree says."""

@@ -173,6 +173,21 @@ def test_chunks_fill_buckets() -> None:
     assert chunks_of(simulation) == [[127], [127], [46, 60]]
 
 
+def test_the_smallest_bucket_is_filled_whatever_it_costs() -> None:
+    """One bucket beyond the budget: a chunk of 16 tokens would be padded to it just the same."""
+    limits = make_limits(
+        max_step_tokens=256,
+        max_model_len=512,
+        num_pages=300,
+        step_budget=150,
+        context_unit=10000,
+        token_buckets=(256,),
+    )
+    simulation = decoding(limits)
+    simulation.add(ask(1, 300, 1))
+    assert chunks_of(simulation) == [[255], [45]]
+
+
 def test_a_larger_bucket_is_taken_where_half_of_what_it_adds_is_used() -> None:
     lens = []
     for budget in (420, 460):
