@@ -10,6 +10,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -76,6 +77,8 @@ class LeaderLink:
 
     def lost(self, timeout_ms: int) -> list[int]:
         """Ranks whose connection has ended since the last call; waits so long for one."""
+        if not self._monitors:  # a poller of nothing does not wait
+            time.sleep(timeout_ms / 1000)
         ready = self._poller.poll(timeout_ms)
         for monitor, _ in ready:
             recv_monitor_message(monitor)

@@ -63,7 +63,7 @@ def vocab_embedding(
     local_T = ids_T - first_id
     held_T = (local_T >= 0) & (local_T < weight_WE.shape[0])
     x_TE = F.embedding(torch.where(held_T, local_T, 0), weight_WE)
-    return all_reduce(torch.where(held_T[:, None], x_TE, 0), tp.group)
+    return all_reduce(torch.where(held_T[:, None], x_TE, 0), tp.group, tp.symmetric)
 
 
 def lm_logits(

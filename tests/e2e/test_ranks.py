@@ -29,6 +29,7 @@ from engine.errors import ConfigError, EngineDead, ModelError
 from engine.llm import LLM
 from engine.memory import smallest_free
 from engine.rank_leader import STOP, WARM
+from engine.rank_link import LeaderLink
 from engine.request import SamplingParams
 from engine.startup import start_engine
 from engine.world import World, rank_zero, ranks_here
@@ -176,6 +177,15 @@ def test_a_follower_records_when_told() -> None:
     worker = SimpleNamespace(warm_next=lambda: told.append("recorded"))
     rank_process._run(worker, link)  # type: ignore[arg-type]
     assert told == ["recorded"] * 2
+
+
+def test_a_leader_of_nobody_waits_all_the_same() -> None:
+    """Else the thread that watches would take half of the time of a group of one."""
+    link = LeaderLink([], None)
+    begin = time.monotonic()
+    assert link.lost(100) == []
+    assert time.monotonic() - begin > 0.09
+    link.close()
 
 
 def test_torchrun(tmp_path: Path) -> None:
