@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-FIELDS = 8  # row, slot, begin, stop, end, place, first, chunks
+FIELDS = 8  # row, slot, begin, stop, end, apart, first, chunks
 MAX_CHUNKS = 64  # of one row, which one program joins
 
 
@@ -30,18 +30,21 @@ def plan_items(
     extra: int,
     min_chunk: int,
     block: int,
+    apart: int,
+    apart_extra: int,
     items: Tensor,
 ) -> None:
     """Fill `items`, int32 [I, FIELDS], for the decode rows among the first `num_rows` tokens.
 
     An item's fields: row (-1: there is no such item), slot, its tokens [begin, stop), end of the
-    row's tokens (0: padding, to be written as zeros), place of its partial result, place of the
-    row's first one, number of the row's chunks.
+    row's tokens (0: padding, to be written as zeros), whether its heads are apart, number of the
+    row's first item, number of the row's chunks.
 
     Args:
         extend: rows that do not decode get no item, instead of one of no tokens.
         extra: chunks beyond one a row; I must be num_rows + extra.
         min_chunk: tokens of a chunk at least, a multiple of `block`.
+        apart, apart_extra: see decode_triton.DecodeShape.
     """
     assert len(items) == num_rows + extra, (items.shape, num_rows, extra)
     _plan_kernel[(len(items),)](
@@ -53,6 +56,8 @@ def plan_items(
         num_rows,
         extra,
         min_chunk,
+        apart,
+        apart_extra,
         BLOCK=block,
         BLOCK_R=max(16, triton.next_power_of_2(num_rows)),
         MAX_CHUNKS=MAX_CHUNKS,
@@ -63,9 +68,10 @@ def plan_items(
     )
 
 
-@triton.jit(do_not_specialize=["num_rows", "extra", "min_chunk"])
+@triton.jit(do_not_specialize=["num_rows", "extra", "min_chunk", "apart", "apart_extra"])
 def _plan_kernel(
-    slots_ptr, starts_ptr, lens_ptr, offsets_ptr, items_ptr, num_rows, extra, min_chunk,
+    slots_ptr, starts_ptr, lens_ptr, offsets_ptr, items_ptr, num_rows, extra, min_chunk, apart,
+    apart_extra,
     BLOCK: tl.constexpr, BLOCK_R: tl.constexpr, MAX_CHUNKS: tl.constexpr, FIELDS: tl.constexpr,
     WINDOW: tl.constexpr, EXTEND: tl.constexpr,
 ):  # fmt: skip
@@ -79,6 +85,8 @@ def _plan_kernel(
     counts = ends
     if WINDOW > 0:
         counts = tl.minimum(counts, WINDOW)
+    heads_apart = tl.max(counts) <= apart
+    extra = tl.maximum(tl.where(heads_apart, apart_extra, extra), 1)
     chunk = tl.maximum(
         (tl.sum(counts) + extra - 1) // extra, (tl.max(counts) + MAX_CHUNKS - 1) // MAX_CHUNKS
     )
@@ -113,6 +121,6 @@ def _plan_kernel(
     tl.store(item_ptr + 2, begin)
     tl.store(item_ptr + 3, stop)
     tl.store(item_ptr + 4, end)
-    tl.store(item_ptr + 5, item)
+    tl.store(item_ptr + 5, heads_apart.to(tl.int32))
     tl.store(item_ptr + 6, first)
     tl.store(item_ptr + 7, num_chunks)

@@ -46,6 +46,8 @@ from models.ops.decode_plan_triton import FIELDS, plan_items
 _LOG2E = 1.4426950408889634
 _FIRST_PROGRAMS = 1056  # about what can start while the kernel before still runs
 _BRING = 1  # tiles that each of them brings into the L2 cache
+_JOINED = 64  # registers a thread that hold what is joined
+_REGISTERS = 128  # a thread where heads are apart: eight programs leave room for the next kernel's
 
 
 class DecodeShape(NamedTuple):
@@ -54,8 +56,10 @@ class DecodeShape(NamedTuple):
     Attributes:
         extra: chunks beyond one a row. min_chunk: least tokens of a chunk. block: of a tile.
         stages, warps: of a program.
-        apart: the query heads of a kv head are programs of their own for rows of up to so many
-            tokens. Then a head's keys are read for each of them, from the L2 cache.
+        apart: the query heads of a kv head are programs of their own when no row has more tokens.
+            Then a head's keys are read for each of them, from the L2 cache.
+        apart_extra: `extra` in that case, at most that. All programs should find room at once, or
+            the kernel that follows starts late.
     """
 
     extra: int
@@ -64,6 +68,7 @@ class DecodeShape(NamedTuple):
     stages: int = 4
     warps: int = 1
     apart: int = 0
+    apart_extra: int = 0
 
 
 class Scratch(NamedTuple):
@@ -109,9 +114,12 @@ def decode_shape(num_rows: int, num_kv_heads: int, group: int) -> DecodeShape:
     """
     rows = num_rows * num_kv_heads
     if rows <= 64:
-        # With few rows the GPU is not full, and one warp would join the chunks of a whole group.
-        apart = 4096 if rows <= 8 and group > 2 else 0
-        return DecodeShape(triton.cdiv(256, num_kv_heads), min_chunk=32, apart=apart)
+        shape = DecodeShape(triton.cdiv(256, num_kv_heads), min_chunk=32)
+        if rows > 8 or group == 1:
+            return shape
+        # The GPU is not full, and one warp would join the chunks of a whole group.
+        most = min(shape.extra, _FIRST_PROGRAMS // (num_kv_heads * group) - num_rows)
+        return shape._replace(apart=32768 // rows, apart_extra=max(1, most))
     if rows <= 192:
         return DecodeShape(triton.cdiv(512, num_kv_heads))
     if rows < 512:
@@ -145,8 +153,9 @@ def plan(
 ) -> None:
     """Cut the step's rows; must come before the first layer's `decode`."""
     rows = (row_slots_R, row_starts_R, row_lens_R, row_offsets_R)
-    extra, min_chunk, block, *_ = cut.shape
-    plan_items(*rows, cut.window, num_rows, extend, extra, min_chunk, block, cut.items)
+    shape = cut.shape
+    sizes = (shape.extra, shape.min_chunk, shape.block, shape.apart, shape.apart_extra)
+    plan_items(*rows, cut.window, num_rows, extend, *sizes, cut.items)
 
 
 def decode(
@@ -173,20 +182,22 @@ def decode(
     group = out_RHD.shape[1] // num_kv_heads
     new = query if isinstance(query, NewToken) else None
     q = query.qkv if isinstance(query, NewToken) else query
-    # JOINED: what takes 64 registers a thread.
-    apart = cut.shape.apart if group > 1 else 0
-    _decode_kernel[(len(cut.items) * num_kv_heads * (group if apart else 1),)](
+    apart = cut.shape.apart > 0
+    # Items that lead: all there are if heads are apart, else the programs of a group take the rest.
+    lead = len(cut.items) - (cut.shape.extra - cut.shape.apart_extra if apart else 0)
+    assert lead * group >= len(cut.items), cut.shape
+    _decode_kernel[(lead * num_kv_heads * (group if apart else 1),)](
         q, kv_layer, page_table_SP, cut.items, out_RHD, *scratch, q if new is None else new.rope_RD,
         q if new is None or new.q_norm is None else new.q_norm,
         q if new is None or new.k_norm is None else new.k_norm,
         cut.items if new is None else new.kv_slots_R, 0.0 if new is None else new.eps,
-        scale * _LOG2E, q.stride(0), page_table_SP.stride(0), int(first_layer),
+        scale * _LOG2E, q.stride(0), page_table_SP.stride(0), int(first_layer), len(cut.items),
         K=num_kv_heads, G=group, D=head_dim, PAGE=page_size, BLOCK=cut.shape.block,
-        BLOCK_G=triton.next_power_of_2(group), JOINED=64 * 32 * cut.shape.warps, APART=apart,
+        BLOCK_G=triton.next_power_of_2(group), JOINED=_JOINED * 32 * cut.shape.warps, APART=apart,
         STAGES=cut.shape.stages, FUSED=new is not None,
         NORM=new is not None and new.q_norm is not None, PDL=pdl, FIELDS=FIELDS,
         FIRST=_FIRST_PROGRAMS, BRING=_BRING, ALIGNED=cut.window == 0, num_warps=cut.shape.warps,
-        launch_pdl=pdl,
+        launch_pdl=pdl, maxnreg=_REGISTERS if apart and head_dim <= 128 else None,
     )  # fmt: skip
 
 
@@ -282,30 +293,34 @@ def _attend_item(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["first_layer"])
+@triton.jit(do_not_specialize=["first_layer", "num_items"])
 def _decode_kernel(
     q_ptr, kv_ptr, table_ptr, items_ptr, out_ptr, partial_ptr, stats_ptr, counters_ptr,
     rope_ptr, q_norm_ptr, k_norm_ptr, kv_slots_ptr, eps, scale, q_stride, table_stride,
-    first_layer,
+    first_layer, num_items,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_G: tl.constexpr, JOINED: tl.constexpr, APART: tl.constexpr, STAGES: tl.constexpr,
     FUSED: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr, FIELDS: tl.constexpr,
     FIRST: tl.constexpr, BRING: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     H: tl.constexpr = K * G
-    SPLIT: tl.constexpr = G if APART > 0 else 1
+    SPLIT: tl.constexpr = G if APART else 1
     head = tl.program_id(0) // SPLIT % K
-    nth = tl.program_id(0) % SPLIT  # query head, if it is a program of its own
-    item_ptr = items_ptr + tl.program_id(0) // (K * SPLIT) * FIELDS
+    nth = tl.program_id(0) % SPLIT  # query head, or which of G items
+    index = tl.program_id(0) // (K * SPLIT)
     if PDL:  # noqa: SIM102 (one is a constant)
         if first_layer != 0:
             gdc_wait()
-    row = tl.load(item_ptr).to(tl.int64)
+    whole = True
+    if APART:
+        whole = tl.load(items_ptr + 5) == 0
+        index += tl.where(whole, nth * (tl.num_programs(0) // (K * SPLIT)), 0)
+    item_ptr = items_ptr + tl.minimum(index, num_items - 1) * FIELDS
+    row = tl.where(index < num_items, tl.load(item_ptr), -1).to(tl.int64)
     slot = tl.load(item_ptr + 1).to(tl.int64)
     begin = tl.load(item_ptr + 2)
     stop = tl.load(item_ptr + 3)
     end = tl.load(item_ptr + 4)
-    index = tl.load(item_ptr + 5)
     first = tl.load(item_ptr + 6)
     num_chunks = tl.load(item_ptr + 7)
     table_row_ptr = table_ptr + slot * table_stride
@@ -320,21 +335,21 @@ def _decode_kernel(
     counter_ptr = counters_ptr + row * H
     rope_row_ptr = rope_ptr + row * D
     if (row >= 0) & (end > 0):
-        if (APART > 0) & (end <= APART):
-            _attend_item(
-                q_row_ptr, kv_ptr, table_row_ptr, out_row_ptr, partial_ptr, stats_ptr, counter_ptr,
-                rope_row_ptr, q_norm_ptr, k_norm_ptr, kv_slots_ptr + row, eps, scale, page, begin,
-                stop, end, index, first, num_chunks, head, head * G + nth,
-                K, 1, D, H, PAGE, BLOCK, 1, STAGES, JOINED, FUSED, NORM, ALIGNED,
-            )  # fmt: skip
-        elif nth == 0:
+        if whole:
             _attend_item(
                 q_row_ptr, kv_ptr, table_row_ptr, out_row_ptr, partial_ptr, stats_ptr, counter_ptr,
                 rope_row_ptr, q_norm_ptr, k_norm_ptr, kv_slots_ptr + row, eps, scale, page, begin,
                 stop, end, index, first, num_chunks, head, head,
                 K, G, D, H, PAGE, BLOCK, BLOCK_G, STAGES, JOINED, FUSED, NORM, ALIGNED,
             )  # fmt: skip
-    elif (row >= 0) & (nth == 0):
+        else:
+            _attend_item(
+                q_row_ptr, kv_ptr, table_row_ptr, out_row_ptr, partial_ptr, stats_ptr, counter_ptr,
+                rope_row_ptr, q_norm_ptr, k_norm_ptr, kv_slots_ptr + row, eps, scale, page, begin,
+                stop, end, index, first, num_chunks, head, head * G + nth,
+                K, 1, D, H, PAGE, BLOCK, 1, STAGES, JOINED, FUSED, NORM, ALIGNED,
+            )  # fmt: skip
+    elif (row >= 0) & (whole | (nth == 0)):
         g = tl.arange(0, BLOCK_G)[:, None]
         zeros = tl.zeros([BLOCK_G, D], out_ptr.dtype.element_ty)
         at = (head * G + g) * D + tl.arange(0, D)[None, :]

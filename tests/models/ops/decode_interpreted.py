@@ -17,7 +17,7 @@ from tests.models.ops.experts_interpreted import scalars_are_indices
 
 PAGE, DIM = 16, 32
 FOUR_WARPS = DecodeShape(4, 64, 64, 2, 4)
-APART = DecodeShape(8, 32, apart=128)  # some of the rows below are longer
+APART = DecodeShape(8, 32, apart=128, apart_extra=4)
 
 
 class Case(NamedTuple):
@@ -38,8 +38,10 @@ CASES = (
     Case((63, 0, 300), 4, 1, FOUR_WARPS, window=70),
     Case((300,), 8, 1, DecodeShape(16, 32)),
     Case((300, 5, -1, 63), 6, 2, DecodeShape(8), window=40),
+    Case((100, 127, 0, -1, 63), 12, 2, APART),
     Case((100, 128, 300, 127, 0, -1), 12, 2, APART),
     Case((100, 300), 8, 1, APART, window=40, normed=False),
+    Case((700,), 8, 1, APART._replace(extra=24, apart_extra=3)),
     Case((16, 700), 2, 2, DecodeShape(40, 16)),
 )
 
