@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
-from models.ops import all_reduce_triton
-from models.ops.all_reduce_triton import Exchange, Launch
+all_reduce_triton: Any = pytest.importorskip("models.ops.all_reduce_triton")  # needs Triton
 
 pytestmark = [
     pytest.mark.gpu,
@@ -20,10 +21,14 @@ def test_waiting_calls_are_released() -> None:
     words = [torch.zeros(4 * ROOM, dtype=torch.int64, device="cuda") for _ in range(2)]
     buffers = torch.tensor([w.data_ptr() for w in words], dtype=torch.int64, device="cuda")
     state = torch.zeros(2, dtype=torch.int32, device="cuda")
-    exchange = Exchange(words[0], buffers, state, 0, 2, ROOM, Launch())
+    exchange = all_reduce_triton.Exchange(
+        words[0], buffers, state, 0, 2, ROOM, all_reduce_triton.Launch()
+    )
     x = torch.ones(2, 512, dtype=torch.bfloat16, device="cuda")
     out = torch.empty_like(x)
-    other = Exchange(words[1], buffers, torch.zeros_like(state), 1, 2, ROOM, Launch())
+    other = all_reduce_triton.Exchange(
+        words[1], buffers, torch.zeros_like(state), 1, 2, ROOM, all_reduce_triton.Launch()
+    )
     # Kernels must be loaded before one of them waits, and wait for nobody then.
     for side in (exchange, other):
         all_reduce_triton.release(side)
