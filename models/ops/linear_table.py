@@ -51,8 +51,7 @@ TABLE: dict[tuple[int, int, bool], tuple[tuple[int, Choice | None], ...]] = {
         (16, Choice(32, 128, 4, 4)),
         (32, Choice(64, 64, 4, 5)),
         (64, Choice(64, 128, 4, 4, 8)),
-        (128, Choice(64, 128, 2, 6, 4, 0, tma=True)),
-        (256, Choice(64, 128, 1, 6, 4, 0, tma=True)),
+        (256, Choice(64, 128, 2, 4, 4, 0, tma=True)),
     ),
     (3072, 1024, True): (_GEMV, (64, Choice(64, 128, 1, 4, 4, 0))),
     (1024, 3072, False): (
@@ -60,8 +59,7 @@ TABLE: dict[tuple[int, int, bool], tuple[tuple[int, Choice | None], ...]] = {
         (16, Choice(64, 128, 4, 4)),
         (32, Choice(32, 128, 4, 4)),
         (64, Choice(64, 128, 4, 4, 8)),
-        (128, Choice(64, 128, 2, 6, 4, 0, tma=True)),
-        (256, Choice(64, 128, 1, 6, 4, 0, tma=True)),
+        (256, Choice(64, 128, 2, 4, 4, 0, tma=True)),
     ),
     # Qwen3-30B-A3B: qkv, o.
     (5120, 2048, False): ((1, Choice(4, 1024)),),
