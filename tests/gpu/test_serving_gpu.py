@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.request import EngineRequest, StepOutput
+from engine.request import EngineRequest, Stats, StepOutput
 from engine.startup import Engine
 from tests.e2e.harness import run, running_engine
 from tests.e2e.tiny_models import VOCAB, hf_config, save_model
@@ -104,10 +104,20 @@ class Load:
 
 
 def check_soak(engine: Engine, reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Few pages: some requests are preempted and computed again.
-    engine = with_scheduler(engine, {"num_pages": 120})
+    """Once with pages for all, so that every bucket is used, once with so few that requests are
+    preempted and computed again.
+    """
     fills = watch_buckets(engine, monkeypatch)
-    load = Load(engine, seed=1)
+    stats = [soak(engine, reference, num_pages) for num_pages in (500, 60)]
+    assert stats[1].preemptions and all(s.cached_prompt_tokens for s in stats)
+    sizes = {(kind, size) for kind, size, _ in fills}
+    assert sizes >= {("decode", n) for n in (1, 2, 8, 16, ROWS)} | {("extend", 64)}, sizes
+    cache = engine.worker._runner._tensors.kv_cache
+    assert not any(layer[0].any() for layer in cache.layers), "padding wrote to the dummy page"
+
+
+def soak(engine: Engine, reference: Reference, num_pages: int) -> Stats:
+    load = Load(with_scheduler(engine, {"num_pages": num_pages}), seed=1)
     number = 0
     while number < SOAK_STEPS or load.core.has_work:
         load.step(number)
@@ -115,11 +125,6 @@ def check_soak(engine: Engine, reference: Reference, monkeypatch: pytest.MonkeyP
     stats, counters = load.core.stats(check=True), engine.worker.counters
     assert stats.integrity == "" and stats.pages_held == 0
     assert (counters.eager_steps, counters.recompiles, counters.cudagraph_skips) == (0, 0, 0)
-    assert stats.preemptions and stats.cached_prompt_tokens
-    sizes = {(kind, size) for kind, size, _ in fills}
-    assert sizes >= {("decode", n) for n in (1, 2, 8, 16, ROWS)} | {("extend", 64)}, sizes
-    cache = engine.worker._runner._tensors.kv_cache
-    assert not any(layer[0].any() for layer in cache.layers), "padding wrote to the dummy page"
     verdict = Verdict()
     for request_id, request in load.requests.items():
         if request.temperature == 0 and load.answers[request_id]:
@@ -127,6 +132,7 @@ def check_soak(engine: Engine, reference: Reference, monkeypatch: pytest.MonkeyP
             judge(verdict, reference, request.prompt_ids, answer, scores)
     print(f"\n{number} steps, {len(load.requests)} requests, {stats}, {verdict}")
     verdict.check(LEAST_SAME)
+    return stats
 
 
 def check_seeds_repeat(engine: Engine) -> None:
