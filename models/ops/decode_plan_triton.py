@@ -48,24 +48,11 @@ def plan_items(
     """
     assert len(items) == num_rows + extra, (items.shape, num_rows, extra)
     _plan_kernel[(len(items),)](
-        row_slots_R,
-        row_starts_R,
-        row_lens_R,
-        row_offsets_R,
-        items,
-        num_rows,
-        extra,
-        min_chunk,
-        apart,
-        apart_extra,
-        BLOCK=block,
-        BLOCK_R=max(16, triton.next_power_of_2(num_rows)),
-        MAX_CHUNKS=MAX_CHUNKS,
-        FIELDS=FIELDS,
-        WINDOW=window,
-        EXTEND=extend,
-        num_warps=1 if num_rows <= 64 else 4,
-    )
+        row_slots_R, row_starts_R, row_lens_R, row_offsets_R, items, num_rows, extra, min_chunk,
+        apart, apart_extra,
+        BLOCK=block, BLOCK_R=max(16, triton.next_power_of_2(num_rows)), MAX_CHUNKS=MAX_CHUNKS,
+        FIELDS=FIELDS, WINDOW=window, EXTEND=extend, num_warps=1 if num_rows <= 64 else 4,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_rows", "extra", "min_chunk", "apart", "apart_extra"])

@@ -46,8 +46,6 @@ from models.ops.decode_plan_triton import FIELDS, plan_items
 _LOG2E = 1.4426950408889634
 _FIRST_PROGRAMS = 1056  # about what can start while the kernel before still runs
 _BRING = 1  # tiles that each of them brings into the L2 cache
-_JOINED = 64  # registers a thread that hold what is joined
-_REGISTERS = 128  # a thread where heads are apart: eight programs leave room for the next kernel's
 
 
 class DecodeShape(NamedTuple):
@@ -186,6 +184,8 @@ def decode(
     # Items that lead: all there are if heads are apart, else the programs of a group take the rest.
     lead = len(cut.items) - (cut.shape.extra - cut.shape.apart_extra if apart else 0)
     assert lead * group >= len(cut.items), cut.shape
+    # Registers a thread that hold chunks to be joined.
+    joined = 128 if apart and group >= 4 and head_dim <= 128 else 64
     _decode_kernel[(lead * num_kv_heads * (group if apart else 1),)](
         q, kv_layer, page_table_SP, cut.items, out_RHD, *scratch, q if new is None else new.rope_RD,
         q if new is None or new.q_norm is None else new.q_norm,
@@ -193,11 +193,11 @@ def decode(
         cut.items if new is None else new.kv_slots_R, 0.0 if new is None else new.eps,
         scale * _LOG2E, q.stride(0), page_table_SP.stride(0), int(first_layer), len(cut.items),
         K=num_kv_heads, G=group, D=head_dim, PAGE=page_size, BLOCK=cut.shape.block,
-        BLOCK_G=triton.next_power_of_2(group), JOINED=_JOINED * 32 * cut.shape.warps, APART=apart,
+        BLOCK_G=triton.next_power_of_2(group), JOINED=joined * 32 * cut.shape.warps, APART=apart,
         STAGES=cut.shape.stages, FUSED=new is not None,
         NORM=new is not None and new.q_norm is not None, PDL=pdl, FIELDS=FIELDS,
         FIRST=_FIRST_PROGRAMS, BRING=_BRING, ALIGNED=cut.window == 0, num_warps=cut.shape.warps,
-        launch_pdl=pdl, maxnreg=_REGISTERS if apart and head_dim <= 128 else None,
+        launch_pdl=pdl,
     )  # fmt: skip
 
 

@@ -25,6 +25,8 @@ class Choice(NamedTuple):
             2: applied to w.
         block_m: rows of x of a tile at most. tma: tiles come through tensor descriptors (Hopper
             and later), norm and SwiGLU from kernels of their own.
+        ahead: one row: the programs that find room while the kernel before still runs bring the
+            weights of others into the L2 cache.
     """
 
     block_n: int
@@ -35,6 +37,7 @@ class Choice(NamedTuple):
     fuse_norm: int = 1
     block_m: int = 64
     tma: bool = False
+    ahead: bool = False
 
 
 _GEMV = 1, Choice(4, 512)
@@ -63,7 +66,7 @@ TABLE: dict[tuple[int, int, bool], tuple[tuple[int, Choice | None], ...]] = {
     ),
     # Qwen3-30B-A3B: qkv, o.
     (5120, 2048, False): ((1, Choice(4, 1024)),),
-    (2048, 4096, False): ((1, Choice(1, 2048, warps=2)),),
+    (2048, 4096, False): ((1, Choice(1, 2048, warps=2, ahead=True)),),
     # Qwen3-14B, one row; more are cuBLAS's.
     (7168, 5120, False): ((1, Choice(8, 1024)),),
     (5120, 5120, False): ((1, Choice(2, 2048)),),

@@ -30,6 +30,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from models.ops.attend_triton import prefetch
 from models.ops.linear_table import Choice
 
 
@@ -112,8 +113,9 @@ def _launch_gemv(
     columns, inner = operands[-1].shape[1], operands[0].shape[1]
     assert tiles.split == 1, tiles
     _gemv_kernel[(triton.cdiv(columns, tiles.block_n),)](
-        *operands, eps, N=columns, K=inner, BN=tiles.block_n, BK=tiles.block_k, **flags
-    )
+        *operands, eps, N=columns, K=inner, BN=tiles.block_n, BK=tiles.block_k, AHEAD=tiles.ahead,
+        LINES=triton.next_power_of_2(max(1, inner // 64)), **flags,
+    )  # fmt: skip
 
 
 def _launch_skinny(
@@ -159,6 +161,7 @@ def _gemv_kernel(
     x_ptr, w_ptr, bias_ptr, norm_ptr, residual_ptr, y_ptr, eps,
     N: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, NORM: tl.constexpr,
     ACT: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr,
+    AHEAD: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
@@ -173,6 +176,13 @@ def _gemv_kernel(
         scale = tl.load(norm_ptr + k, mask=k < K, other=0.0).to(tl.float32)
     if PDL:
         gdc_launch_dependents()
+        if AHEAD:
+            line = tl.arange(0, LINES)[None, :] * 64  # 128 bytes
+            prefetch(w_ptr + n[:, None].to(tl.int64) * K + line, valid & (line >= BK) & (line < K))
+            half = tl.num_programs(0) // 2
+            other = (n + half * BN)[:, None]
+            some = (other < N) & (tl.program_id(0) < half) & (line < K)
+            prefetch(w_ptr + other.to(tl.int64) * K + line, some)
         gdc_wait()
     x = tl.load(x_ptr + k, mask=k < K, other=0.0).to(tl.float32)
     if NORM:
