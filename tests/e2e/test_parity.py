@@ -89,10 +89,11 @@ CASES = pairwise(FACTORS)
 def test_greedy_equals_hf(
     case: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A first chunk may be this long whatever the budget: the case's size decides, not the floor,
-    # nor whether anybody decodes.
-    monkeypatch.setattr(step_plan, "MIN_CHUNK_TOKENS", case["chunk"])
-    monkeypatch.setattr(step_plan, "CHUNKS_ALONE", 1)
+    # The case's size decides, not what steps cost.
+    affordable = step_plan.StepPlan.affordable
+    monkeypatch.setattr(
+        step_plan.StepPlan, "affordable", lambda *args: min(case["chunk"], affordable(*args))
+    )
     kv_heads = 2 if case["group"] < 7 else 1
     config = hf_config(
         case["family"],
@@ -106,7 +107,7 @@ def test_greedy_equals_hf(
     expected = greedy(model, prompts, MAX_TOKENS)
     sections: dict[str, dict[str, Any]] = {
         "kv": {"page_size": case["page_size"], "prefix_cache": case["prefix_cache"]},
-        "scheduler": {"overlap": case["overlap"], "step_budget": case["chunk"]},
+        "scheduler": {"overlap": case["overlap"]},
     }
     with running_engine(tmp_path, **sections) as engine:
         longest = watch_chunks(engine, monkeypatch)
