@@ -36,7 +36,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         logit_bias: token id -> added to its logit, in [-100, 100].
         min_tokens: end-of-sequence and stop tokens are masked before this many tokens were
             generated.
-        stop: strings that end the text; never part of it.
+        stop: strings that end the text; never part of it. A single string is taken as one of them.
         stop_token_ids: ids that end the request; the stopping id is not part of the text.
         ignore_eos: do not stop at the model's own end-of-sequence ids.
         logprobs: None, or how many most likely alternatives to report per generated token (0: the
@@ -65,6 +65,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     priority: int = 0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):  # its letters would be stops, each
+            msgspec.structs.force_setattr(self, "stop", (self.stop,))
 
 
 class EngineRequest(msgspec.Struct, frozen=True, array_like=True):

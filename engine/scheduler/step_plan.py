@@ -94,19 +94,21 @@ class StepPlan:
     def affordable(self, start: int) -> int:
         """Tokens that a chunk from position `start` may have."""
         used = self.limits.max_step_tokens - self.tokens_left
+        least = used if self.chunks else used + 1
+        padded = next((b for b in self.limits.buckets if b.tokens >= least), None)
         most, below = 0, used
         for bucket in self.limits.buckets:
             if bucket.tokens <= used:
                 continue
             left = self.budget - bucket.tokens
-            if left <= 0 and bucket is self.limits.buckets[0]:  # any chunk is padded to it
-                left = MIN_CHUNK_SHARE * self.limits.step_budget
+            if bucket is padded:  # whatever the chunk's size
+                left = max(left, MIN_CHUNK_SHARE * self.limits.step_budget)
             count = min(bucket.tokens - used, self._affordable_in(bucket, start, left))
             # Padding costs what tokens do: a larger bucket is worth half of what it adds.
             if not most or 2 * (count - most) >= bucket.tokens - below:
                 most, below = count, bucket.tokens
-        if not self.chunks:
-            most = max(most, MIN_CHUNK_TOKENS)
+        if not self.chunks and padded is not None:  # a wave costs the same however short it is
+            most = max(most, MIN_CHUNK_TOKENS, min(padded.wave, padded.tokens - used))
         return min(most, self.tokens_left)
 
     def _affordable_in(self, bucket: TokenBucket, start: int, left: float) -> int:

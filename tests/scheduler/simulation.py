@@ -276,12 +276,17 @@ class Simulation:
             assert np.all(np.diff(sequence[decode:]) > 0), "chunks out of order"
 
     def _check_cost(self, batch: ScheduledBatch) -> None:
-        """Only a step's first chunk, and only up to MIN_CHUNK_TOKENS, may go beyond the budget, or
-        what fits into the smallest bucket.
+        """Only a step's first chunk, and only up to MIN_CHUNK_TOKENS or a wave, may go beyond the
+        budget, or what fits into the bucket that the step is padded to anyway.
         """
         limits, decode = self.limits, batch.num_decode_rows
         starts, lens = batch.row_starts[decode:].tolist(), batch.row_lens[decode:].tolist()
-        if not lens or lens in ([n] for n in range(MIN_CHUNK_TOKENS + 1)):
+        if not lens:
+            return
+        first = next(b for b in limits.buckets if b.tokens > decode)
+        if len(lens) == 1 and lens[0] <= max(
+            MIN_CHUNK_TOKENS, min(first.wave, first.tokens - decode)
+        ):
             return
         bucket = next(b for b in limits.buckets if b.tokens >= batch.num_tokens)
         pairs = sum(context_pairs(*chunk) for chunk in zip(starts, lens, strict=True))
@@ -292,8 +297,9 @@ class Simulation:
         budget = limits.step_budget * (1 if decode else CHUNKS_ALONE)
         least = MIN_CHUNK_SHARE * limits.step_budget
         allowed = max(budget - context, least)
-        if bucket == limits.buckets[0] and allowed <= bucket.tokens:
-            allowed = bucket.tokens + least
+        before = max(decode + 1, batch.num_tokens - lens[-1])
+        if bucket == next(b for b in limits.buckets if b.tokens >= before):
+            allowed = max(allowed, bucket.tokens + least)
         assert cost <= allowed + 1e-6
 
     def _check_cache(self) -> None:

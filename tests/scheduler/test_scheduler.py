@@ -173,19 +173,40 @@ def test_chunks_fill_buckets() -> None:
     assert chunks_of(simulation) == [[127], [127], [46, 60]]
 
 
-def test_the_smallest_bucket_is_filled_whatever_it_costs() -> None:
-    """One bucket beyond the budget: a chunk of 16 tokens would be padded to it just the same."""
+@pytest.mark.parametrize("buckets", [(256,), (1, 256)])
+@pytest.mark.parametrize("budget", [150, 256, 257, 300])
+def test_the_bucket_that_a_step_is_padded_to_is_filled_whatever_it_costs(
+    budget: float, buckets: tuple[int, ...]
+) -> None:
+    """A chunk of 16 tokens would be padded to it just the same; a bucket of 1 is the row's own."""
     limits = make_limits(
         max_step_tokens=256,
         max_model_len=512,
         num_pages=300,
-        step_budget=150,
+        step_budget=budget,
         context_unit=10000,
-        token_buckets=(256,),
+        token_buckets=buckets,
     )
     simulation = decoding(limits)
     simulation.add(ask(1, 300, 1))
     assert chunks_of(simulation) == [[255], [45]]
+
+
+def test_a_chunk_has_at_least_a_wave() -> None:
+    """However little the budget leaves: 16 tokens of it would cost the same."""
+    limits = make_limits(
+        max_step_tokens=256,
+        max_model_len=600,
+        num_pages=400,
+        step_budget=60,
+        context_unit=10,
+        token_buckets=(256,),
+        wave=100,
+    )
+    simulation = decoding(limits)
+    simulation.add(ask(1, 450, 1))
+    lens = [length for (length,) in chunks_of(simulation)]
+    assert min(lens[:-1]) >= 100
 
 
 def test_a_larger_bucket_is_taken_where_half_of_what_it_adds_is_used() -> None:
