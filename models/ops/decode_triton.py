@@ -15,7 +15,7 @@ layer before attended may be read ahead of the wait, and only that: the plan (ex
 layer, which runs right behind it) and the page table, not q or the new key. The programs that start
 first bring old keys and values into the L2 cache before the wait.
 
-Knows nothing of torch.library. Importing it needs Triton.
+Knows nothing of how operators are defined. Importing it needs Triton.
 
 Legend: R rows, S slots, P pages of a sequence, H query heads, K kv heads, G = H / K, D head dim.
 """

@@ -1,8 +1,8 @@
 """Defines an operator of the `fullgraph` namespace with as little cost per call as torch allows.
 
-`torch.library.custom_op` adds Python to every call: 60 us between matrix products on a CPU, where
+torch's `custom_op` adds Python to every call: 60 us between matrix products on a CPU, where
 caches are cold, twice a layer. This is what it builds upon, without the parts that inference does
-not need (autograd, version counters). CUDA implementations are added with `torch.library.impl`.
+not need (autograd, version counters). CUDA implementations are added with its `impl`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import library
 
 
 def define(name: str, schema: str, cpu: Callable[..., Any]) -> None:
@@ -18,9 +19,9 @@ def define(name: str, schema: str, cpu: Callable[..., Any]) -> None:
 
     Args:
         name: of the operator.
-        schema: from `torch.library.infer_schema`, which says what is mutated.
+        schema: from `infer_schema`, which says what is mutated.
         cpu: the implementation; it returns no view of its arguments.
     """
     tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
-    torch.library.define(f"fullgraph::{name}", schema, tags=tags)
-    torch.library.impl(f"fullgraph::{name}", "cpu")(cpu)
+    library.define(f"fullgraph::{name}", schema, tags=tags)
+    library.impl(f"fullgraph::{name}", "cpu")(cpu)

@@ -4,7 +4,7 @@ One program per row and chunk of ids finds the chunk's best score relative to th
 logit; a second kernel takes the best chunk. The hash works on 32 bits, scores are counted in bits,
 and the logarithms are the GPU's own: some 35 instructions an id.
 
-Knows nothing of torch.library. Importing it needs Triton.
+Knows nothing of how operators are defined. Importing it needs Triton.
 
 Legend: L logit rows, V vocab, C chunks.
 """

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, library
 
 from models.ops.experts_table import choose_experts, num_tiles
 
@@ -34,7 +34,7 @@ def top_experts(logits_TN: Tensor, top_k: int, normalise: bool) -> tuple[Tensor,
     return weights_TK, experts_TK
 
 
-@torch.library.custom_op("fullgraph::grouped_experts", mutates_args=(), device_types="cpu")
+@library.custom_op("fullgraph::grouped_experts", mutates_args=(), device_types="cpu")
 def grouped_experts(
     x_TE: Tensor,
     weights_TK: Tensor,
@@ -113,7 +113,7 @@ def sorted_experts(
     return y_TE.masked_fill(padding_T1, 0).to(x_TE.dtype)
 
 
-@torch.library.custom_op("fullgraph::mixture", mutates_args=(), device_types="cpu")
+@library.custom_op("fullgraph::mixture", mutates_args=(), device_types="cpu")
 def mixture(
     x_TE: Tensor,
     norm_E: Tensor | None,

@@ -6,7 +6,7 @@ With few pairs an expert the weights are the tall side of the product (tensor co
 with many the pairs are. One token multiplies on CUDA cores, and its second product sums over its
 experts at once.
 
-Knows nothing of torch.library or of which launch is best. Importing it needs Triton.
+Knows nothing of how operators are defined or of which launch is best. Importing it needs Triton.
 
 Legend: T tokens, N experts, K experts per token, P = T * K pairs, E hidden, F ffn of an expert; in
 kernels also columns N of a product and its inner dimension K.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, library
 
 from models.ops import cpu_kernels
 from models.ops.define import define
@@ -44,12 +44,12 @@ def multiply_on_cpu(x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None) -> Tensor
 
 define(
     "few_rows_linear",
-    torch.library.infer_schema(multiply_on_cpu, mutates_args=()),
+    library.infer_schema(multiply_on_cpu, mutates_args=()),
     multiply_on_cpu,
 )
 few_rows_linear = torch.ops.fullgraph.few_rows_linear.default
 
 
-@torch.library.register_fake("fullgraph::few_rows_linear")
+@library.register_fake("fullgraph::few_rows_linear")
 def _(x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None) -> Tensor:
     return x_MK.new_empty(x_MK.shape[0], w_NK.shape[0])

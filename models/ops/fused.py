@@ -10,7 +10,7 @@ Legend: T tokens, H query heads, K kv heads, D head dim.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 from models.ops.attention import paged_attention
 from models.ops.kv_write import kv_write
@@ -21,7 +21,7 @@ except ImportError:  # no Triton: a CPU
     fused_triton = None  # type: ignore[assignment]
 
 
-@torch.library.custom_op(
+@library.custom_op(
     "fullgraph::qk_norm_rope_kv_write", mutates_args=("kv_layer",), device_types="cpu"
 )
 def qk_norm_rope_kv_write(
@@ -109,9 +109,7 @@ def _qk_norm_rope_kv_write_cuda(
     return q_THD
 
 
-@torch.library.custom_op(
-    "fullgraph::decode_attention", mutates_args=("kv_layer",), device_types="cpu"
-)
+@library.custom_op("fullgraph::decode_attention", mutates_args=("kv_layer",), device_types="cpu")
 def decode_attention(
     qkv: Tensor,
     rope_TD: Tensor,

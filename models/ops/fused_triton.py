@@ -1,7 +1,7 @@
 """Triton kernels of the small work between a layer's matrices: heads (norm, rotation, KV write), KV
 write, RMS norm, SwiGLU. models/ops/fused.py says what they compute.
 
-Knows nothing of torch.library. Importing it needs Triton.
+Knows nothing of how operators are defined. Importing it needs Triton.
 
 Legend: T tokens, H query heads, K kv heads, D head dim, E hidden, F ffn.
 """

@@ -9,7 +9,7 @@ Legend: T tokens, K kv heads, D head dim, N flat token places of the cache.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 from models.ops import cpu_kernels
 from models.ops.define import define
@@ -64,12 +64,12 @@ def reference_write(k_TKD: Tensor, v_TKD: Tensor, kv_layer: Tensor, kv_slots_T: 
 
 define(
     "kv_write",
-    torch.library.infer_schema(write_on_cpu, mutates_args=("kv_layer",)),
+    library.infer_schema(write_on_cpu, mutates_args=("kv_layer",)),
     write_on_cpu,
 )
 kv_write = torch.ops.fullgraph.kv_write.default
 
 
-@torch.library.register_fake("fullgraph::kv_write")
+@library.register_fake("fullgraph::kv_write")
 def _(k_TKD: Tensor, v_TKD: Tensor, kv_layer: Tensor, kv_slots_T: Tensor) -> None:
     return None

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, library
 
 from models.ops.linear_table import choose_linear
 
@@ -41,7 +41,7 @@ class Kernels(NamedTuple):
     pdl: bool = False
 
 
-@torch.library.custom_op("fullgraph::fused_linear", mutates_args=(), device_types="cpu")
+@library.custom_op("fullgraph::fused_linear", mutates_args=(), device_types="cpu")
 def fused_linear(
     x_MK: Tensor,
     w_NK: Tensor,

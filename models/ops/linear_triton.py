@@ -14,7 +14,7 @@ With programmatic dependent launch the weights are on their way (registers, or t
 the kernel waits for the one before it. `gemv` lets the next one start before that wait, so that its
 weights come, too; decode_triton.py says what the next one may read then.
 
-Knows nothing of torch.library or of which kernel is best when. Importing it needs Triton.
+Knows nothing of operators or of which kernel is best when. Importing it needs Triton.
 
 Legend: M rows of x, N columns of y, K inner dimension.
 """

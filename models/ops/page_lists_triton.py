@@ -5,7 +5,7 @@ They find a row's pages on the device, so that no work on the host grows with a 
 decode row if it has one token and that token's index is the row's: decode rows come first in a
 step.
 
-Knows nothing of torch.library or of plans. Importing it needs Triton.
+Knows nothing of how operators are defined or of plans. Importing it needs Triton.
 
 Legend: T tokens, R rows, S slots, P pages of a sequence, H query heads, D head dim.
 """

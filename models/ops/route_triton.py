@@ -5,7 +5,7 @@ One token takes one kernel: the last program to have its logit chooses. More tak
 where one program holds all tokens: logits, the choice in blocks of tokens, and the place of every
 pair. Tokens of no KV slot are padding and get no pair.
 
-Knows nothing of torch.library. Importing it needs Triton.
+Knows nothing of how operators are defined. Importing it needs Triton.
 
 Legend: T tokens, N experts, K experts per token, P = T * K pairs, E hidden.
 """

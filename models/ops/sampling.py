@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 try:
     from models.ops import sampling_triton
@@ -27,7 +27,7 @@ MIN_TEMPERATURE = 0.99e-5
 _NUCLEUS_GUESS = 1024
 
 
-@torch.library.custom_op("fullgraph::filter_threshold", mutates_args=(), device_types="cpu")
+@library.custom_op("fullgraph::filter_threshold", mutates_args=(), device_types="cpu")
 def filter_threshold(
     logits_LV: Tensor, temperature_L: Tensor, top_k_L: Tensor, top_p_L: Tensor, min_p_L: Tensor
 ) -> Tensor:

@@ -7,7 +7,7 @@ and a threshold found above `floor` is exact without reading the row again. Othe
 thousands, a very flat row) the search goes on over the row itself, which stays in L2, in quarters.
 Rows without filters stop after their settings are read.
 
-Knows nothing of torch.library. Importing it needs Triton.
+Knows nothing of how operators are defined. Importing it needs Triton.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, import-not-found, import-untyped"

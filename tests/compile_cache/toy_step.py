@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Outputs(NamedTuple):
     sum_TE: Tensor
 
 
-@torch.library.custom_op("fullgraph_test::store", mutates_args=("cache",))
+@library.custom_op("fullgraph_test::store", mutates_args=("cache",))
 def store(cache: Tensor, x_TE: Tensor, slots_T: Tensor) -> Tensor:
     """cache[slot] += x, then what the slots hold."""
     cache.index_add_(0, slots_T, x_TE)

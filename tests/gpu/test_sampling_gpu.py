@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 from models.inputs import SamplingState, StepInputs, StepState
 from models.ops.sampling import filter_threshold
@@ -103,7 +103,7 @@ def test_opcheck() -> None:
     floats, ints = inputs.sampling_floats_LF, inputs.sampling_ints_LI
     logits = random_logits(5, 1000).cuda()
     arguments = (logits, floats[:, 0], ints[:, 0], floats[:, 1], floats[:, 2])
-    torch.library.opcheck(filter_threshold, arguments)
+    library.opcheck(filter_threshold, arguments)
 
 
 @pytest.mark.parametrize("vocab", [257, 49153, 128256])

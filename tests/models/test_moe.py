@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from torch import Tensor
+from torch import Tensor, library
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -131,12 +131,12 @@ def test_both_implementations_agree_in_bfloat16() -> None:
 
 
 def test_experts_are_a_proper_operator() -> None:
-    torch.library.opcheck(grouped_experts, experts(7, 2))
+    library.opcheck(grouped_experts, experts(7, 2))
     x_TE, _, _, slots_T, *weights = experts(7, 2)
     router_NE, norm_E = torch.randn(8, 64), torch.rand(64)
     for norm, residual in ((norm_E, x_TE), (None, None)):
         arguments = (x_TE, norm, 1e-5, router_NE, slots_T, *weights, 2, True, residual, False)
-        torch.library.opcheck(mixture, arguments)
+        library.opcheck(mixture, arguments)
 
 
 def test_weights_of_the_chosen() -> None:

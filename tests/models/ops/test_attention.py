@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 from models.ops import attention, cpu_kernels
 from models.ops.attention import paged_attention, reference_attention
@@ -203,7 +203,7 @@ def test_similar_lengths_are_grouped(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("mix", ["decode, ragged", "mixed"])
 def test_attention_is_a_proper_operator(mix: str) -> None:
     case = make_case(MIXES[mix])
-    torch.library.opcheck(paged_attention, case.arguments)
+    library.opcheck(paged_attention, case.arguments)
 
 
 def kv_arguments(slots: list[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -240,4 +240,4 @@ def test_kv_write_of_strided_heads() -> None:
 
 
 def test_kv_write_is_a_proper_operator() -> None:
-    torch.library.opcheck(kv_write, kv_arguments([7, -1, 4]))
+    library.opcheck(kv_write, kv_arguments([7, -1, 4]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import library
 
 from models.ops import cpu_kernels
 from models.ops.few_rows import few_rows_linear
@@ -36,5 +37,5 @@ def test_strided_rows() -> None:
 
 def test_a_proper_operator() -> None:
     arguments = (torch.randn(5, 20), torch.randn(33, 20), torch.randn(33))
-    torch.library.opcheck(few_rows_linear, arguments)
-    torch.library.opcheck(few_rows_linear, (*arguments[:2], None))
+    library.opcheck(few_rows_linear, arguments)
+    library.opcheck(few_rows_linear, (*arguments[:2], None))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, library
 
 from models.ops.sampling import filter_threshold
 from tests.models.sampling_reference import F64, assert_threshold, random_logits
@@ -112,4 +112,4 @@ def test_opcheck(dtype: torch.dtype) -> None:
     ints = torch.randint(0, 9, (3, 4), dtype=torch.int32)
     logits = random_logits(3, 100).to(dtype)
     arguments = (logits, floats[:, 0], ints[:, 0], floats[:, 1], floats[:, 2])
-    torch.library.opcheck(filter_threshold, arguments)
+    library.opcheck(filter_threshold, arguments)

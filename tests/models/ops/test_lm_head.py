@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import library
 
 from models.ops.lm_head import lm_head
 
@@ -12,7 +13,7 @@ def test_operator() -> None:
     logits = torch.ops.fullgraph.lm_head(x, weight)
     assert logits.dtype == torch.float32
     torch.testing.assert_close(logits, x.float() @ weight.float().T)
-    torch.library.opcheck(torch.ops.fullgraph.lm_head.default, (x, weight))
+    library.opcheck(torch.ops.fullgraph.lm_head.default, (x, weight))
 
 
 def test_a_cpu_keeps_the_dtype() -> None:
