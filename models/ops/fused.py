@@ -9,6 +9,8 @@ Legend: T tokens, H query heads, K kv heads, D head dim.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, library
 
@@ -61,18 +63,9 @@ def qk_norm_rope_kv_write(
 
 @qk_norm_rope_kv_write.register_fake
 def _(
-    qkv: Tensor,
-    rope_TD: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    kv_layer: Tensor,
-    kv_slots_T: Tensor,
-    pdl: bool,
-) -> Tensor:
+    qkv: Tensor, _rope: Any, _q_norm: Any, _k_norm: Any, _eps: float, num_heads: int,
+    _num_kv_heads: int, head_dim: int, *_: Any,
+) -> Tensor:  # fmt: skip
     return qkv.new_empty((qkv.shape[0], num_heads, head_dim))
 
 

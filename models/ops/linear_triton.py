@@ -157,6 +157,20 @@ def _launch_skinny(
 
 
 @triton.jit
+def _ask_ahead(
+    w_ptr, n, valid, N: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    LINES: tl.constexpr,
+):  # fmt: skip
+    """Ask for what is left of rows `n` of w, and for rows of programs that start later."""
+    line = tl.arange(0, LINES)[None, :] * 64  # 128 bytes
+    prefetch(w_ptr + n[:, None].to(tl.int64) * K + line, valid & (line >= BK) & (line < K))
+    half = tl.num_programs(0) // 2
+    other = (n + half * BN)[:, None]
+    some = (other < N) & (tl.program_id(0) < half) & (line < K)
+    prefetch(w_ptr + other.to(tl.int64) * K + line, some)
+
+
+@triton.jit
 def _gemv_kernel(
     x_ptr, w_ptr, bias_ptr, norm_ptr, residual_ptr, y_ptr, eps,
     N: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, NORM: tl.constexpr,
@@ -177,12 +191,7 @@ def _gemv_kernel(
     if PDL:
         gdc_launch_dependents()
         if AHEAD:
-            line = tl.arange(0, LINES)[None, :] * 64  # 128 bytes
-            prefetch(w_ptr + n[:, None].to(tl.int64) * K + line, valid & (line >= BK) & (line < K))
-            half = tl.num_programs(0) // 2
-            other = (n + half * BN)[:, None]
-            some = (other < N) & (tl.program_id(0) < half) & (line < K)
-            prefetch(w_ptr + other.to(tl.int64) * K + line, some)
+            _ask_ahead(w_ptr, n, valid, N, K, BN, BK, LINES)
         gdc_wait()
     x = tl.load(x_ptr + k, mask=k < K, other=0.0).to(tl.float32)
     if NORM:
@@ -237,6 +246,60 @@ def _prefetch(ptr):
     )
 
 
+@triton.jit
+def _join_parts(
+    acc, squares, parts_ptr, counters_ptr, row, dm,
+    BM: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """Leave this part of a tile for the last of its programs: (sums of all parts, whether this is
+    the last).
+    """
+    place = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
+    base_ptr = parts_ptr + place * SPLIT * (BN + 1) * BM
+    at = row[:, None] * BM + dm[None, :]
+    part_ptr = base_ptr + tl.program_id(1) * (BN + 1) * BM
+    tl.store(part_ptr + at, acc)
+    if NORM:
+        tl.store(part_ptr + BN * BM + dm, squares)
+    tl.debug_barrier()  # all threads' stores come before the release below
+    last = tl.atomic_add(counters_ptr + place, 1, sem="acq_rel") == SPLIT - 1
+    if last:
+        tl.debug_barrier()
+        acc = tl.zeros([BN, BM], tl.float32)
+        squares = tl.zeros([BM], tl.float32)
+        for s in tl.static_range(SPLIT):
+            from_ptr = base_ptr + s * (BN + 1) * BM
+            acc += tl.load(from_ptr + at, cache_modifier=".cg")
+            if NORM:
+                squares += tl.load(from_ptr + BN * BM + dm, cache_modifier=".cg")
+        tl.store(counters_ptr + place, 0)
+    return acc, squares, last
+
+
+@triton.jit
+def _write_tile(
+    acc, squares, bias_ptr, residual_ptr, y_ptr, eps, w_row, m, some,
+    N: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BO: tl.constexpr, NORM: tl.constexpr,
+    ACT: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """Norm, bias, SwiGLU and residual of a tile's sums [BN, BM], written to y."""
+    if NORM:
+        acc *= tl.rsqrt(squares / K + eps)[None, :]
+    if BIAS:
+        acc += tl.load(bias_ptr + w_row).to(tl.float32)[:, None]
+    if ACT:
+        gate, up = tl.split(tl.permute(tl.reshape(acc, [2, BO, BM]), [1, 2, 0]))
+        y = gate * tl.sigmoid(gate) * up
+    else:
+        y = acc
+    n = tl.program_id(0) * BO + tl.arange(0, BO)
+    mask = (n < N)[:, None] & some
+    y_at = m[None, :] * N + n[:, None]
+    if RESIDUAL:
+        y += tl.load(residual_ptr + y_at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(y_ptr + y_at, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
 @triton.jit(do_not_specialize=["M"])
 def _skinny_kernel(
     x_desc, w_desc, x_ptr, w_ptr, bias_ptr, norm_ptr, residual_ptr, y_ptr, parts_ptr, counters_ptr,
@@ -288,38 +351,11 @@ def _skinny_kernel(
         acc = tl.dot(w, x, acc)
     last = True
     if SPLIT > 1:
-        place = tl.program_id(2) * tl.num_programs(0) + tile
-        base_ptr = parts_ptr + place * SPLIT * (BN + 1) * BM
-        at = row[:, None] * BM + dm[None, :]
-        part_ptr = base_ptr + part * (BN + 1) * BM
-        tl.store(part_ptr + at, acc)
-        if NORM:
-            tl.store(part_ptr + BN * BM + dm, squares)
-        tl.debug_barrier()  # all threads' stores come before the release below
-        last = tl.atomic_add(counters_ptr + place, 1, sem="acq_rel") == SPLIT - 1
-        if last:
-            tl.debug_barrier()
-            acc = tl.zeros([BN, BM], tl.float32)
-            squares = tl.zeros([BM], tl.float32)
-            for s in tl.static_range(SPLIT):
-                from_ptr = base_ptr + s * (BN + 1) * BM
-                acc += tl.load(from_ptr + at, cache_modifier=".cg")
-                if NORM:
-                    squares += tl.load(from_ptr + BN * BM + dm, cache_modifier=".cg")
-            tl.store(counters_ptr + place, 0)
+        acc, squares, last = _join_parts(
+            acc, squares, parts_ptr, counters_ptr, row, dm, BM, BN, SPLIT, NORM
+        )  # fmt: skip
     if last:
-        if NORM:
-            acc *= tl.rsqrt(squares / K + eps)[None, :]
-        if BIAS:
-            acc += tl.load(bias_ptr + w_row).to(tl.float32)[:, None]
-        if ACT:
-            gate, up = tl.split(tl.permute(tl.reshape(acc, [2, BO, BM]), [1, 2, 0]))
-            y = gate * tl.sigmoid(gate) * up
-        else:
-            y = acc
-        n = tile * BO + tl.arange(0, BO)
-        mask = (n < N)[:, None] & some
-        y_at = m[None, :] * N + n[:, None]
-        if RESIDUAL:
-            y += tl.load(residual_ptr + y_at, mask=mask, other=0.0).to(tl.float32)
-        tl.store(y_ptr + y_at, y.to(y_ptr.dtype.element_ty), mask=mask)
+        _write_tile(
+            acc, squares, bias_ptr, residual_ptr, y_ptr, eps, w_row, m, some,
+            N, K, BM, BO, NORM, ACT, BIAS, RESIDUAL,
+        )  # fmt: skip

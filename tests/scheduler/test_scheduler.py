@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -157,14 +159,13 @@ def test_a_step_without_decode_rows_may_cost_more() -> None:
     assert chunks_of(simulation) == [[18], [12]]
 
 
+def limits_of_256(**changes: Any) -> SchedulerLimits:
+    """Steps of 256 tokens, and room for prompts that take several."""
+    return make_limits(max_step_tokens=256, max_model_len=600, num_pages=400, **changes)
+
+
 def test_chunks_fill_buckets() -> None:
-    limits = make_limits(
-        max_step_tokens=256,
-        max_model_len=512,
-        num_pages=300,
-        step_budget=150,
-        token_buckets=(32, 64, 128, 256),
-    )
+    limits = limits_of_256(step_budget=150, token_buckets=(32, 64, 128, 256))
     simulation = decoding(limits)
     simulation.add(ask(1, 300, 1))
     simulation.add(ask(2, 60, 1, first=7))
@@ -179,14 +180,7 @@ def test_the_bucket_that_a_step_is_padded_to_is_filled_whatever_it_costs(
     budget: float, buckets: tuple[int, ...]
 ) -> None:
     """A chunk of 16 tokens would be padded to it just the same; a bucket of 1 is the row's own."""
-    limits = make_limits(
-        max_step_tokens=256,
-        max_model_len=512,
-        num_pages=300,
-        step_budget=budget,
-        context_unit=10000,
-        token_buckets=buckets,
-    )
+    limits = limits_of_256(step_budget=budget, context_unit=10000, token_buckets=buckets)
     simulation = decoding(limits)
     simulation.add(ask(1, 300, 1))
     assert chunks_of(simulation) == [[255], [45]]
@@ -194,15 +188,7 @@ def test_the_bucket_that_a_step_is_padded_to_is_filled_whatever_it_costs(
 
 def test_a_chunk_has_at_least_a_wave() -> None:
     """However little the budget leaves: 16 tokens of it would cost the same."""
-    limits = make_limits(
-        max_step_tokens=256,
-        max_model_len=600,
-        num_pages=400,
-        step_budget=60,
-        context_unit=10,
-        token_buckets=(256,),
-        wave=100,
-    )
+    limits = limits_of_256(step_budget=60, context_unit=10, token_buckets=(256,), wave=100)
     simulation = decoding(limits)
     simulation.add(ask(1, 450, 1))
     lens = [length for (length,) in chunks_of(simulation)]
@@ -212,14 +198,7 @@ def test_a_chunk_has_at_least_a_wave() -> None:
 def test_a_larger_bucket_is_taken_where_half_of_what_it_adds_is_used() -> None:
     lens = []
     for budget in (420, 460):
-        limits = make_limits(
-            max_step_tokens=256,
-            max_model_len=600,
-            num_pages=400,
-            step_budget=budget,
-            context_unit=100,
-            token_buckets=(128, 256),
-        )
+        limits = limits_of_256(step_budget=budget, context_unit=100, token_buckets=(128, 256))
         simulation = decoding(limits)
         simulation.add(ask(1, 500, 1))
         [[length]] = chunks_of(simulation, 1)
