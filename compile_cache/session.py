@@ -75,6 +75,10 @@ class Session:
         self.work = self._make_work()
         if self.work is not None and found is not None:
             self._restore(self.work, found.files)
+            for _ in range(3):
+                if self.damaged:  # or stored anew by another process, and the old object swept
+                    self._take_in(self.work)
+            self._tell_damage()
         # Which job made a damaged file is not known: all run again, and find what is sound.
         self._forgotten = frozenset(self.manifest.jobs if self.damaged else ())
 
@@ -177,16 +181,21 @@ class Session:
         """Take in what other processes have sealed since this one opened the entry."""
         if self.work is None:
             return
+        with self._mutex:
+            if self._take_in(self.work) and not self.damaged:
+                self._forgotten = frozenset()
+        self._tell_damage()
+
+    def _take_in(self, work: Path) -> bool:
+        """Restore what the stored manifest has and this one lacks or could not use."""
         try:
             stored = read_manifest(self._entry)
         except (FileNotFoundError, Damaged):
-            return
+            return False
         known = self.manifest.files.keys() - self.damaged.keys()
-        with self._mutex:
-            self._restore(self.work, {n: r for n, r in stored.files.items() if n not in known})
-            self.manifest = stored
-            if not self.damaged:
-                self._forgotten = frozenset()
+        self._restore(work, {n: r for n, r in stored.files.items() if n not in known})
+        self.manifest = stored
+        return True
 
     def close(self) -> None:
         """Give the work folder back. Anything not sealed is lost."""
@@ -277,6 +286,8 @@ class Session:
                 path.unlink(missing_ok=True)
                 self._warn(f"compile cache: {self._entry} cannot be used ({error})")
                 return
+
+    def _tell_damage(self) -> None:
         if self.damaged:
             shown = "; ".join(f"{n} {why}" for n, why in list(self.damaged.items())[:3])
             self._warn(

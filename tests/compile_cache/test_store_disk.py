@@ -21,7 +21,7 @@ from compile_cache import session as session_module
 from compile_cache.files import locked, try_lock, write_atomic
 from compile_cache.fingerprint import Fingerprint
 from compile_cache.manifest import MANIFEST
-from compile_cache.session import LOCK, WORK, is_live
+from compile_cache.session import LOCK, WORK, Session, is_live
 from compile_cache.store import Hit, Miss, Store, default_root, format_size
 from tests.compile_cache.entries import HERE, ROOT, Warnings, fill, objects
 
@@ -193,6 +193,23 @@ def test_processes_that_warm_at_once_lose_nothing(store: Store) -> None:
             assert shared in [f"{w}".encode() * 1000 for w in range(workers)]
             for w in range(workers):
                 assert session.get(f"own{w}-{i}") == f"{w}-{i}".encode()
+
+
+def test_what_is_stored_anew_while_an_entry_is_opened_is_not_damage(store: Store) -> None:
+    with store.open(HERE) as session:
+        session.put("shared", b"1" * 1000)
+        session.finish_job("first", 1.0)
+        assert session.seal()
+    found = store.lookup(HERE)
+    assert isinstance(found, Hit)
+    with store.open(HERE) as session:
+        session.put("shared", b"2" * 1000)
+        session.finish_job("second", 1.0)
+        assert session.seal()
+    # The object that `found` names has been swept.
+    with Session(store.path(HERE), HERE, found.manifest, store.warn) as late:
+        assert not late.damaged and late.get("shared") == b"2" * 1000
+        assert late.jobs.keys() == {"first", "second"}
 
 
 def test_killed_at_any_moment_the_entry_stays_sound(store: Store) -> None:
