@@ -3,16 +3,18 @@
     python -m bench.decode_step CONFIG [--set KEY.PATH=VALUE] [--kv 256] [--batch 1 8 64]
 
 Every row of a full bucket has `--kv` tokens in its cache. Without --one, the two runners (trees,
-manual) and the two units (step, layer) run one after the other, each in a process of its own, and
-one table shows them all.
+manual) and the two units (step, layer) run one after the other, each in a process of its own with
+an empty compile cache, and one table shows them all. Buckets above 1 share one compile.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.report import percentile, save, table
+from bench.report import RESULTS, percentile, save, table
 from engine.config import load_config
 from engine.scheduler.batch import NUM_FLOATS, NUM_INTS, ScheduledBatch
 from engine.startup import Engine, start_engine
@@ -125,10 +127,14 @@ def measure(config_path: str, overrides: Sequence[str], args: argparse.Namespace
         ],
     )
     marks: list[tuple[float, str]] = []
+    compiled: dict[str, float] = {}  # by job: compiles and kernels
 
     def progress(phase: str, done: int, total: int, text: str) -> None:
+        job = re.fullmatch(r"(.+): ([\d.]+) s", text)
         if phase == "graphs":
             marks.append((time.perf_counter(), text))
+        elif phase == "compile" and job:
+            compiled[job[1]] = float(job[2])
 
     engine = start_engine(config, progress)
     seconds = {
@@ -137,7 +143,8 @@ def measure(config_path: str, overrides: Sequence[str], args: argparse.Namespace
     rows = []
     for batch in args.batch:
         row = time_bucket(engine, batch, args.kv)
-        row["compile_s"] = seconds.get(f"decode {batch} plain", float("nan"))
+        row["compile_s"] = compile_seconds(compiled, batch)
+        row["record_s"] = seconds.get(f"decode {batch} plain", float("nan"))
         rows.append(
             {"runner": config.compile.cudagraphs, "unit": engine.config.compile.unit, **row}
         )
@@ -145,29 +152,33 @@ def measure(config_path: str, overrides: Sequence[str], args: argparse.Namespace
     return rows
 
 
-def all_variants(args: argparse.Namespace) -> list[Any]:
+def compile_seconds(compiled: dict[str, float], batch: int) -> float:
+    """Of the compile that the bucket of `batch` rows uses; NaN if none was needed."""
+    for name, seconds in compiled.items():
+        job = re.fullmatch(r"decode (\d+)(?:\.\.(\d+))? plain", name)
+        if job and int(job[1]) <= batch <= int(job[2] or job[1]):
+            return seconds
+    return float("nan")
+
+
+def all_variants(args: argparse.Namespace) -> None:
     """One process per runner and unit: compiled state does not survive a change of either."""
     rows: list[Any] = []
     for runner, unit in (("trees", "step"), ("manual", "step"), ("manual", "layer")):
-        command = [
-            sys.executable,
-            "-m",
-            "bench.decode_step",
-            args.config,
-            "--one",
-            "--kv",
-            str(args.kv),
-        ]
-        command += ["--extend", str(args.extend), "--batch", *map(str, args.batch)]
-        for text in (*args.set, f"compile.cudagraphs={runner}", f"compile.unit={unit}"):
-            command += ["--set", text]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+        with tempfile.TemporaryDirectory() as empty:
+            command = [sys.executable, "-m", "bench.decode_step", args.config, "--one"]
+            command += ["--kv", str(args.kv), "--extend", str(args.extend)]
+            command += ["--batch", *map(str, args.batch)]
+            own = (f"compile.cudagraphs={runner}", f"compile.unit={unit}")
+            for text in (*args.set, *own, f"compile.cache_dir={empty}"):
+                command += ["--set", text]
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
         if done.returncode:
             print(f"{runner} {unit}: failed with {done.returncode}", file=sys.stderr)
             continue
         rows += json.loads(done.stdout.splitlines()[-1])
         print(table(rows), flush=True)
-    return rows
+        save(args.name, {"kv": args.kv, "rows": rows}, args.results)
 
 
 def main() -> None:
@@ -177,13 +188,14 @@ def main() -> None:
     parser.add_argument("--kv", type=int, default=256)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--extend", type=int, default=256, help="the one extend bucket")
+    parser.add_argument("--name", default="decode_step", help="of the JSON file")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON file")
     parser.add_argument("--one", action="store_true", help="only the configured runner and unit")
     args = parser.parse_args()
     if args.one:
         print(json.dumps(measure(args.config, args.set, args)))
         return
-    rows = all_variants(args)
-    save("decode_step", {"kv": args.kv, "rows": rows})
+    all_variants(args)
 
 
 if __name__ == "__main__":
