@@ -44,12 +44,13 @@ def reason_to_refuse(
 
 
 def next_chunk(
-    state: RequestState, tables: SlotTables, plan: StepPlan, available_pages: int
+    state: RequestState, tables: SlotTables, plan: StepPlan, available_pages: int, logit_rows: int
 ) -> Chunk | None:
     """The most of a running request's known tokens that the step has room for, or None.
 
     Args:
         available_pages: pages that the request could get besides those it has.
+        logit_rows: that it may have of the step's.
     """
     slot = state.slot
     start, total = int(tables.computed[slot]), int(tables.length[slot])
@@ -62,8 +63,8 @@ def next_chunk(
     scored_from = max(start, state.num_scored - 1)
     if state.scores_prompt:
         # From there on every token has a logit row.
-        count = min(count, scored_from - start + plan.logits_left)
-    elif count == total - start and plan.logits_left == 0:
+        count = min(count, scored_from - start + logit_rows)
+    elif count == total - start and logit_rows == 0:
         count -= 1
     if count <= 0:
         return None

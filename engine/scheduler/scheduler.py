@@ -187,7 +187,7 @@ class Scheduler:
     def _add_chunk(self, plan: StepPlan, state: RequestState) -> bool:
         """The next chunk of a request, as long as the budgets allow; whether it got one."""
         tables, slot = self.tables, state.slot
-        chunk = next_chunk(state, tables, plan, self.pages.available)
+        chunk = next_chunk(state, tables, plan, self.pages.available, self._logit_rows(plan, state))
         if chunk is None:
             return False
         missing = self.limits.pages_for(chunk.stop) - int(tables.num_pages[slot])
@@ -200,6 +200,16 @@ class Scheduler:
             plan.admissions.append(admission)
         self._advance_chunk(state, chunk)
         return True
+
+    def _logit_rows(self, plan: StepPlan, state: RequestState) -> int:
+        """Most logit rows of a request's chunk. A scored prompt would take them all: it leaves one
+        to each request whose chunk comes later, and up to half to those that may start.
+        """
+        left, order = plan.logits_left, self._running.prefilling
+        if not state.scores_prompt:
+            return left
+        starting = min(len(self._queue), self.tables.num_free, left // 2)
+        return min(left, max(1, left - len(order[order.index(state) + 1 :]) - starting))
 
     def _advance_chunk(self, state: RequestState, chunk: Chunk) -> None:
         """The chunk counts as computed, the token it draws as there."""

@@ -117,13 +117,14 @@ def test_a_more_senior_prompt_takes_the_pages_of_a_decode_row(overlap: bool) -> 
 
 
 def test_without_a_logit_row_a_prompt_stops_one_token_short() -> None:
-    limits = make_limits(max_running=2, max_logit_rows=2, max_step_tokens=8, policy="priority")
-    simulation = Simulation(limits)
-    simulation.add(EngineRequest(1, prompt(12), 2, priority=1))
+    simulation = Simulation(make_limits(max_running=6, max_step_tokens=8, policy="priority"))
+    simulation.add(EngineRequest(1, prompt(10), 2, priority=2))
     simulation.step()
     simulation.add(EngineRequest(2, prompt(10, 3), 2, prompt_logprobs=0, priority=0))
-    shapes = [next_batch(simulation).row_lens.tolist() for _ in range(3)]
-    assert shapes == [[2, 3], [2], [2]]
+    for request_id in range(3, 7):
+        simulation.add(EngineRequest(request_id, prompt(1, request_id), 2, priority=1))
+    shapes = [next_batch(simulation).row_lens.tolist() for _ in range(2)]
+    assert shapes == [[2, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]]
     simulation.run()
     simulation.check_outputs()
 

@@ -248,15 +248,48 @@ def test_the_last_token_is_not_scheduled_beyond_max_tokens() -> None:
     assert simulation.records[1].reason == "length"
 
 
-def test_logit_rows_of_a_scored_prompt_leave_none_for_the_next_request() -> None:
-    limits = make_limits(max_running=2, max_logit_rows=4, max_step_tokens=64)
-    simulation = Simulation(limits)
-    simulation.add(EngineRequest(1, prompt(10), 3, prompt_logprobs=1))
-    simulation.add(ask(2, 5, 2, first=3))
-    batch = next_batch(simulation)
-    assert batch.row_lens.tolist() == [4], "no logit row was left, so nothing new started"
+def scored(request_id: int, length: int) -> EngineRequest:
+    """A prompt of which every token has a logit row, and nothing after it."""
+    return EngineRequest(request_id, prompt(length), 0, prompt_logprobs=1)
+
+
+def test_a_scored_prompt_leaves_logit_rows_to_who_comes_after_it() -> None:
+    simulation = Simulation(make_limits(max_running=4, max_step_tokens=64))
+    simulation.add(scored(1, 60))
+    assert next_batch(simulation).row_lens.tolist() == [4], "alone it has them all"
+    simulation.add(ask(2, 5, 9, first=3))
+    assert next_batch(simulation).row_lens.tolist() == [3, 5]
+    assert next_batch(simulation).row_lens.tolist() == [1, 3], "a decode row and the rest"
+    simulation.add(scored(3, 20))
+    simulation.add(ask(4, 6, 2, first=9))
+    assert next_batch(simulation).row_lens.tolist() == [1, 2, 1]
+    assert next_batch(simulation).row_lens.tolist() == [1, 1, 1, 6]
     simulation.run()
     simulation.check_outputs()
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "longest_prefix"])
+@pytest.mark.parametrize("max_running", [2, 3, 16])
+@pytest.mark.parametrize("num_scored", [1, 5])
+def test_requests_get_their_token_while_prompts_are_scored(
+    policy: Any, max_running: int, num_scored: int
+) -> None:
+    """Short requests one after the other, while a slot is free for them."""
+    num_scored = min(num_scored, max_running - 1)
+    limits = make_limits(max_running=max_running, max_model_len=640, num_pages=900, policy=policy)
+    simulation = Simulation(limits)
+    for request_id in range(num_scored):
+        simulation.add(scored(request_id, 40 * max_running))
+    for _ in range(num_scored):
+        next_batch(simulation)
+    computed = 0
+    for request_id in range(10, 20):
+        simulation.add(ask(request_id, 1 + request_id % 4, 1, first=request_id))
+        for _ in range(3):
+            computed += int(next_batch(simulation).row_lens.sum())
+        assert simulation.records[request_id].reason == "length"
+    # Nor do they stop the scoring: most rows of a step are its.
+    assert computed > 30 * max_running / 2
 
 
 # Aborts.
