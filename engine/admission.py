@@ -7,9 +7,12 @@ text, HTTP or the scheduler's state.
 from __future__ import annotations
 
 import math
+import re
 import secrets
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+
+import msgspec
 
 from engine.errors import InvalidRequest
 from engine.request import EngineRequest, SamplingParams
@@ -57,7 +60,7 @@ def build_requests(
     Raises:
         InvalidRequest: names the field, the value and what is allowed.
     """
-    check_params(params, limits)
+    params = check_params(params, limits)
     max_tokens = output_room(prompt_ids, params, limits)
     stop_ids = sorted({*params.stop_token_ids, *(() if params.ignore_eos else eos_ids)})
     if len(stop_ids) > limits.max_stop_ids:
@@ -119,12 +122,16 @@ def output_room(prompt_ids: Sequence[int], params: SamplingParams, limits: Reque
     return room if params.max_tokens is None else min(params.max_tokens, room)
 
 
-def check_params(params: SamplingParams, limits: RequestLimits) -> None:
-    """Every number of the parameters is within its range.
+def check_params(params: SamplingParams, limits: RequestLimits) -> SamplingParams:
+    """Every field of the parameters has its type and every number is within its range.
+
+    Returns:
+        The same with scalars and arrays of numpy and torch as plain numbers and tuples.
 
     Raises:
         InvalidRequest: names the field, the value and what is allowed.
     """
+    params = _typed(params)
     _check_range("n", params.n, 1, limits.max_n)
     if params.max_tokens is not None:
         least = 0 if params.prompt_logprobs is not None else 1
@@ -149,6 +156,20 @@ def check_params(params: SamplingParams, limits: RequestLimits) -> None:
         raise _refused("stop", "", "strings of at least 1 character")
     _check_ids("stop_token_ids", params.stop_token_ids, limits)
     _check_bias(params.logit_bias or {}, limits)
+    return params
+
+
+def _typed(params: SamplingParams) -> SamplingParams:
+    fields = {
+        name: value.tolist() if hasattr(value, "tolist") else value
+        for name, value in msgspec.structs.asdict(params).items()
+    }
+    try:
+        return msgspec.convert(fields, SamplingParams)
+    except msgspec.ValidationError as error:  # "... - at `$.stop[0]`", "... - at `key` in `$.x`"
+        name = re.split(r"\W", str(error).rpartition("$.")[2])[0]
+        allowed = SamplingParams.__annotations__[name]
+        raise _refused(name, repr(fields[name]), allowed) from None
 
 
 def _check_bias(bias: dict[int, float], limits: RequestLimits) -> None:
