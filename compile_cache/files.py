@@ -32,9 +32,8 @@ def write_atomic(path: Path, data: bytes) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
         with open(temporary, "wb") as file:
-            os.chmod(
-                temporary, 0o644
-            )  # whatever the umask: is_trusted refuses what others can write
+            # Whatever the umask: is_trusted refuses what others can write.
+            os.chmod(temporary, 0o644)
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -50,9 +49,8 @@ def make_folder(path: Path) -> None:
     exists.
     """
     if not path.is_dir():
-        make_folder(
-            path.parent
-        )  # Path.mkdir(parents=True) would leave the parents' mode to the umask
+        # Path.mkdir(parents=True) would leave the parents' mode to the umask.
+        make_folder(path.parent)
         path.mkdir(mode=0o755, exist_ok=True)
 
 

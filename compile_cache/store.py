@@ -19,14 +19,7 @@ from pathlib import Path
 
 from compile_cache.files import locked
 from compile_cache.fingerprint import Difference, Fingerprint, explain, shown
-from compile_cache.manifest import (
-    MANIFEST,
-    OBJECTS,
-    Damaged,
-    Manifest,
-    read_manifest,
-    read_object,
-)
+from compile_cache.manifest import MANIFEST, OBJECTS, Damaged, Manifest, read_manifest, read_object
 from compile_cache.session import LOCK, Session, Warn, is_live
 
 _LOCK_TIMEOUT_S = 5.0

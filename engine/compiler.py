@@ -17,7 +17,6 @@ import queue
 import subprocess
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from compile_cache import Session
 from engine.compile_jobs import compile_jobs
@@ -180,11 +179,10 @@ class _Wave:
 
 
 def _spawn(arguments: Sequence[str], config: EngineConfig) -> subprocess.Popen[bytes]:
-    process: Any = subprocess.Popen(
+    process = subprocess.Popen(
         command(_MODULE, *arguments), stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
-    with contextlib.suppress(BrokenPipeError):
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError), process.stdin:
         process.stdin.write(config.model_dump_json().encode())
-        process.stdin.close()
-    started: subprocess.Popen[bytes] = process
-    return started
+    return process

@@ -85,10 +85,7 @@ def read_gguf_metadata(path: Path) -> dict[str, Any]:
         ModelError: the file cannot be read, or is no GGUF file of version 2 or 3.
     """
     try:
-        with (
-            path.open("rb") as file,
-            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
-        ):
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _read(_Cursor(data), data[:4])
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error.strerror or error}") from None

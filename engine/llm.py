@@ -249,9 +249,7 @@ class LLM:
     ) -> RequestOutput:
         """The assistant's next message."""
         [output] = self.generate(
-            self._chat_ids(messages),
-            params or self.default_params(max_tokens=None),
-            progress=False,
+            self._chat_ids(messages), params or self.default_params(max_tokens=None), progress=False
         )
         return output
 

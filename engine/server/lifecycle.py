@@ -137,9 +137,7 @@ def run_server(
         print(f"listening on {address}", file=sys.stderr, flush=True)
         with _StartDisplay(config, address) as display:
             client = EngineClient(
-                transport,
-                max_waiting=config.scheduler.max_waiting,
-                on_progress=display.progress,
+                transport, max_waiting=config.scheduler.max_waiting, on_progress=display.progress
             )
             app = make_app(client, display.ready)
             service: Service = app.state.service

@@ -45,8 +45,7 @@ def _message(message: Data, where: str, knows_role: Callable[[str], bool]) -> di
         content = "\n".join(parts)
     elif content is not None and not isinstance(content, str):
         raise InvalidRequest(
-            f"{where}.content: a text or a list of text parts is expected",
-            param=f"{where}.content",
+            f"{where}.content: a text or a list of text parts is expected", param=f"{where}.content"
         )
     return {**message, "content": content}
 

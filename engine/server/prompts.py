@@ -23,11 +23,7 @@ class Prompt:
 
 
 def completion_prompts(
-    prompt: object,
-    tokenizer: Tokenizer,
-    *,
-    max_prompts: int,
-    add_special_tokens: bool,
+    prompt: object, tokenizer: Tokenizer, *, max_prompts: int, add_special_tokens: bool
 ) -> list[Prompt]:
     """The prompts, in order.
 

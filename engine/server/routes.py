@@ -27,13 +27,7 @@ from engine.server.protocol import (
     parse_json,
 )
 from engine.server.run import Run
-from engine.server.schema import (
-    Body,
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    TokenizeBody,
-)
+from engine.server.schema import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from engine.server.service import Service
 from engine.server.stream import EventStream, frames
 

@@ -36,12 +36,7 @@ class Run:
     """
 
     def __init__(
-        self,
-        job: Job,
-        client: EngineClient,
-        tokenizer: Tokenizer,
-        metrics: Metrics,
-        arrived: float,
+        self, job: Job, client: EngineClient, tokenizer: Tokenizer, metrics: Metrics, arrived: float
     ) -> None:
         self.job = job
         self._metrics = metrics
