@@ -114,14 +114,15 @@ def one_by_one(tp: int, way: str, cache: str, quick: bool) -> list[Part]:
     """Parts that are timed, by importance."""
     many = str(tp)
     other = "nccl" if way == "symmetric" else "symmetric"
-    steps, starts = ([], ["1"]) if quick else (["steps"], ["2"])
+    starts = "1" if quick else "2"
     return [
-        Part(f"decode_2_{way}", ["decode", many, way, cache, *steps, "workload"], 80),
-        Part("decode_1_nccl", ["decode", "1", "nccl", cache, *steps], 60),
-        Part("serve_2", ["serve", many, way, cache, *starts], 60),
-        Part("serve_1", ["serve", "1", "nccl", cache, *starts], 45),
+        Part(f"decode_2_{way}", ["decode", many, way, cache], 45),
+        Part("decode_1_nccl", ["decode", "1", "nccl", cache], 40),
+        Part("serve_2", ["serve", many, way, cache, starts], 60),
+        Part("serve_1", ["serve", "1", "nccl", cache, starts], 40),
+        Part("workload_2", ["workload", many, way, cache], 60),
         Part(f"torchrun_{tp}", ["torchrun", many, way, cache], 40),
-        Part(f"decode_2_{other}", ["decode", many, other, cache, *steps], 100),  # compiles first
+        Part(f"decode_2_{other}", ["decode", many, other, cache], 100),  # compiles first
         Part("reduce", ["--size", many], 40, "bench.all_reduce"),
     ]
 
@@ -159,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tp", type=int, default=min(2, torch.cuda.device_count()))
     parser.add_argument("--only", nargs="+", default=[""], help="parts whose names begin so")
     parser.add_argument("--limit", type=float, default=420, help="seconds for everything")
-    parser.add_argument("--quick", action="store_true", help="no steps end to end, one start each")
+    parser.add_argument("--quick", action="store_true", help="one start each")
     parser.add_argument("--cache", help="compile cache to use and keep; else one is made")
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args(argv)
@@ -192,10 +193,32 @@ def main(argv: Sequence[str] | None = None) -> int:
             limit = min(part.limit_s, left())
             ends.append(finish(start(part, folder), limit))
             print(f"{ends[-1]}; {left():.0f} s left", flush=True)
+            show(part, folder, {})
         else:
             ends.append(f"{part.name}: no time left")
     report([*side, *alone], folder, ends, args.results)
     return 0
+
+
+def show(part: Part, folder: Path, found: dict[str, Any]) -> None:
+    """Print a part's tables, or the end of its log where it has none; add its result to `found`."""
+    file = folder / f"{part.name.replace('reduce', 'all_reduce')}.json"
+    compared = folder / f"compared_{file.name}"
+    file = compared if compared.is_file() else file
+    print(f"\n== {part.name}")
+    if file.is_file():
+        found[part.name] = json.loads(file.read_text())
+        for needless in ("environment", "ids"):
+            found[part.name].pop(needless, None)
+        for rows in found[part.name].values():
+            if isinstance(rows, list) and rows and isinstance(rows[0], dict):
+                print(table(rows), flush=True)
+    logs = sorted(folder.glob(f"{part.name}*.log"))
+    text = "\n".join(log.read_text(errors="replace") for log in logs) or "not run"
+    if not file.is_file() or "Traceback" in text:
+        lines = [x for x in text.splitlines() if x and not x.startswith("frame #")]
+        lines = [line for line in lines if not any(word in line for word in DULL)]
+        print("\n".join(line[:200] for line in lines[-LOG_LINES:]), flush=True)
 
 
 def report(all_parts: Sequence[Part], folder: Path, ends: Sequence[str], results: Path) -> None:
@@ -203,23 +226,7 @@ def report(all_parts: Sequence[Part], folder: Path, ends: Sequence[str], results
     found: dict[str, Any] = {"ends": list(ends)}
     compare(folder)
     for part in all_parts:
-        file = folder / f"{part.name.replace('reduce', 'all_reduce')}.json"
-        compared = folder / f"compared_{file.name}"
-        file = compared if compared.is_file() else file
-        print(f"\n== {part.name}")
-        if file.is_file():
-            found[part.name] = json.loads(file.read_text())
-            for needless in ("environment", "ids"):
-                found[part.name].pop(needless, None)
-            for rows in found[part.name].values():
-                if isinstance(rows, list) and rows and isinstance(rows[0], dict):
-                    print(table(rows))
-        logs = sorted(folder.glob(f"{part.name}*.log"))
-        text = "\n".join(log.read_text(errors="replace") for log in logs) or "not run"
-        if not file.is_file() or "Traceback" in text:
-            lines = [x for x in text.splitlines() if x and not x.startswith("frame #")]
-            lines = [line for line in lines if not any(word in line for word in DULL)]
-            print("\n".join(line[:200] for line in lines[-LOG_LINES:]))
+        show(part, folder, found)
     print("\n".join(["", *ends, str(save("tensor_parallel", found, results))]))
 
 

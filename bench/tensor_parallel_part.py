@@ -114,7 +114,9 @@ def _greedy(
     """Tokens by prompt, and what must be 0."""
     how = "symmetric" if way in ("symmetric", "trees") else "nccl"
     changes = [f"model.path={folder}", "model.load=auto", "kv.num_pages=600"]
-    changes += ["compile.decode_buckets=[1,8]", "compile.extend_buckets=[256]"]
+    # A bucket of one row is compiled apart, which a group of one need not show.
+    buckets = "[8]" if size == 1 and way != "alone" else "[1,8]"
+    changes += [f"compile.decode_buckets={buckets}", "compile.extend_buckets=[256]"]
     changes += ["compile.workers=0", "scheduler.max_running=8", "scheduler.max_step_tokens=256"]
     changes += [f"compile.cudagraphs={'trees' if 'trees' in way else 'manual'}"]
     shape = settings([], size, how, str(Path(folder) / "cache"))
@@ -173,40 +175,32 @@ def judge(
     return result
 
 
-def decode(tp: int, all_reduce: str, cache: str, *more: str) -> Iterator[dict[str, Any]]:
-    """Milliseconds of a step at KV_LENGTH, on the device and on rank 0's host.
-
-    Args:
-        more: "steps": end to end, too. "workload": Mini-SGLang's offline workload.
-    """
+def decode(tp: int, all_reduce: str, cache: str) -> Iterator[dict[str, Any]]:
+    """Milliseconds of a step at KV_LENGTH, on the device and on rank 0's host."""
     begin = time.perf_counter()
     with LLM(CONFIG, settings(LARGE, tp, all_reduce, cache)) as llm:
         result: dict[str, Any] = {"rows": [], "start_s": time.perf_counter() - begin}
-        worker, num_ids = llm.engine.worker, llm.engine.model.vocab_size
+        worker = llm.engine.worker
         result |= {"pages": llm.engine.num_pages, "compiled": worker.compile_log.compiled}
         head = {"ranks": tp, "all_reduce": all_reduce}
         for batch in BATCHES:
             result["rows"].append({**head, **time_bucket(llm.engine, batch, KV_LENGTH)})
+            result["counters"] = [counted_faults(worker.counters)]
             yield result
-        if "steps" in more:
-            for batch, row in zip(BATCHES, result["rows"], strict=True):
-                timed(llm, fit(uniform(batch, 960, 4, 10 * batch), num_ids), 0.0)
-                short = timed(llm, fit(uniform(batch, 960, 1, 10 * batch + 1), num_ids), 0.0)
-                long = timed(llm, fit(uniform(batch, 960, 65, 10 * batch + 2), num_ids), 0.0)
-                row["step_ms"] = 1e3 * (long - short) / 64
-        result["counters"] = [counted_faults(worker.counters)]
-        yield result
-        if "workload" in more:
-            timed(llm, fit(uniform(8, 960, 4, 1), num_ids), 0.0)
-            jobs = fit(mini_sglang(0), num_ids)
 
-            def measured() -> dict[str, Any]:
-                seconds = timed(llm, jobs, 0.6)
-                num_output = sum(job.num_output for job in jobs)
-                return {"ranks": tp, "seconds": seconds, "output_per_s": num_output / seconds}
 
-            result["workload"] = [counted(llm, measured)]
-            yield result
+def workload(tp: int, all_reduce: str, cache: str) -> Iterator[dict[str, Any]]:
+    """Mini-SGLang's offline workload."""
+    with LLM(CONFIG, settings(LARGE, tp, all_reduce, cache)) as llm:
+        timed(llm, fit(uniform(8, 960, 4, 1), llm.engine.model.vocab_size), 0.0)
+        jobs = fit(mini_sglang(0), llm.engine.model.vocab_size)
+
+        def measured() -> dict[str, Any]:
+            seconds = timed(llm, jobs, 0.6)
+            num_output = sum(job.num_output for job in jobs)
+            return {"ranks": tp, "seconds": seconds, "output_per_s": num_output / seconds}
+
+        yield {"rows": [counted(llm, measured)]}
 
 
 @contextlib.contextmanager
@@ -345,7 +339,7 @@ def command_of(pid: int) -> str:
 def main() -> None:
     """Run a part and save its result under its name, again and again as it grows."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=("parity", "decode", "serve", "torchrun"))
+    parser.add_argument("what", choices=("parity", "decode", "workload", "serve", "torchrun"))
     parser.add_argument("words", nargs="+")
     parser.add_argument("--results", type=Path, required=True)
     args = parser.parse_args()
@@ -357,6 +351,8 @@ def main() -> None:
     elif args.what == "decode":
         name += f"_{words[1]}"
         results = decode(int(words[0]), *words[1:])
+    elif args.what == "workload":
+        results = workload(int(words[0]), *words[1:])
     elif args.what == "serve":
         results = serve(int(words[0]), words[1], words[2], args.results, *words[3:])
     else:
