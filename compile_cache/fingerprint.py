@@ -26,8 +26,8 @@ Scalar = str | int | float | bool | None
 Value = Scalar | Sequence[Scalar]
 
 # Keys of the configuration (resolved: no "auto") that decide what is compiled. Everything else may
-# change and still hit; a test demands that every key of configs/default.yaml is either here or in
-# NEUTRAL_KEYS.
+# change and still hit; a test lists it and demands that every key of configs/default.yaml is either
+# here or there.
 COMPILE_KEYS = (
     "device",
     "model.dtype",
@@ -50,38 +50,6 @@ COMPILE_KEYS = (
     "sampling.max_stop_ids",
     "parallel.tp",
     "parallel.all_reduce",
-)
-# Keys that must not decide it, each for a reason: where things lie, who is served, what is logged,
-# how much memory.
-NEUTRAL_KEYS = (
-    "model.path",
-    "model.revision",
-    "model.offline",
-    "model.load",
-    "model.seed",
-    "model.tokenizer",
-    "model.chat_template",
-    "model.generation_config",
-    "model.served_name",
-    "compile.cache",
-    "compile.cache_dir",
-    "compile.workers",
-    "attention.workspace",
-    "kv.prefix_cache",
-    "kv.memory_ratio",
-    "kv.bytes",
-    "kv.num_pages",  # the pages dimension is dynamic: free memory must not decide a hit
-    "scheduler.policy",
-    "scheduler.max_waiting",
-    "scheduler.max_step_tokens",  # its effect is in compile.extend_buckets
-    "scheduler.step_budget",
-    "scheduler.context_unit",
-    "scheduler.overlap",
-    "scheduler.output_estimate",
-    "scheduler.max_waiting_s",
-    "parallel.timeout_s",
-    "server",
-    "log",
 )
 # Variables that change what Inductor, Triton or the C++ compiler produce, less those that say
 # where, how fast or loud.

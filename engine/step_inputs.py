@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,31 +26,39 @@ _ALIGN = 32
 
 
 class _Field(NamedTuple):
+    """A field of StepInputs, and the one of ScheduledBatch that it is filled from."""
+
     name: str
+    source: str
     dim: str
     columns: int
     pad: int | tuple[float, ...]
 
 
+def _field(name: str, columns: int, pad: int | tuple[float, ...]) -> _Field:
+    source, _, suffix = name.rpartition("_")
+    return _Field(name, source, suffix[0], columns, pad)
+
+
 _DUMMY_SLOT = -(2**31)  # stands for "the dummy slot", known only to the bucket
 _FIELDS = (
-    _Field("token_ids_T", "T", 1, 0),
-    _Field("positions_T", "T", 1, 0),
-    _Field("token_slots_T", "T", 1, _DUMMY_SLOT),
-    _Field("kv_slots_T", "T", 1, -1),
-    _Field("row_slots_R", "R", 1, _DUMMY_SLOT),
-    _Field("row_starts_R", "R", 1, 0),
-    _Field("row_lens_R", "R", 1, 0),
-    _Field("row_offsets_R", "R", 1, 0),
-    _Field("logit_tokens_L", "L", 1, 0),
-    _Field("logit_slots_L", "L", 1, _DUMMY_SLOT),
-    _Field("logit_targets_L", "L", 1, -2),
-    _Field("logit_positions_L", "L", 1, 0),
-    _Field("sampling_floats_LF", "L", NUM_FLOATS, (0.0, 1.0, 0.0, 1.0, 0.0, 0.0)),
-    _Field("sampling_ints_LI", "L", NUM_INTS, 0),
-    _Field("update_slots_U", "U", 1, _DUMMY_SLOT),
-    _Field("update_columns_U", "U", 1, 0),
-    _Field("update_pages_U", "U", 1, 0),
+    _field("token_ids_T", 1, 0),
+    _field("positions_T", 1, 0),
+    _field("token_slots_T", 1, _DUMMY_SLOT),
+    _field("kv_slots_T", 1, -1),
+    _field("row_slots_R", 1, _DUMMY_SLOT),
+    _field("row_starts_R", 1, 0),
+    _field("row_lens_R", 1, 0),
+    _field("row_offsets_R", 1, 0),
+    _field("logit_tokens_L", 1, 0),
+    _field("logit_slots_L", 1, _DUMMY_SLOT),
+    _field("logit_targets_L", 1, -2),
+    _field("logit_positions_L", 1, 0),
+    _field("sampling_floats_LF", NUM_FLOATS, (0.0, 1.0, 0.0, 1.0, 0.0, 0.0)),
+    _field("sampling_ints_LI", NUM_INTS, 0),
+    _field("update_slots_U", 1, _DUMMY_SLOT),
+    _field("update_columns_U", 1, 0),
+    _field("update_pages_U", 1, 0),
 )
 assert tuple(f.name for f in _FIELDS) == StepInputs._fields
 
@@ -110,27 +118,12 @@ def pack(batch: ScheduledBatch, bucket: Bucket, out: I32) -> None:
     """Write the batch, padded to the bucket, into `out` (int32 [bucket.buffer_length])."""
     assert bucket.fits(batch), "the scheduler made a batch that no bucket holds"
     row_offsets = np.cumsum(batch.row_lens, dtype=np.int32) - batch.row_lens
-    values = (
-        batch.token_ids,
-        batch.positions,
-        batch.token_slots,
-        batch.kv_slots,
-        batch.row_slots,
-        batch.row_starts,
-        batch.row_lens,
-        row_offsets,
-        batch.logit_tokens,
-        batch.logit_slots,
-        batch.logit_targets,
-        batch.logit_positions,
-        batch.sampling_floats.reshape(-1).view(np.int32),
-        batch.sampling_ints.reshape(-1),
-        batch.update_slots,
-        batch.update_columns,
-        batch.update_pages,
-    )
     sizes, dummy = bucket.sizes, bucket.dummy_slot
-    for field, offset, value in zip(_FIELDS, bucket.offsets, values, strict=False):
+    for field, offset in zip(_FIELDS, bucket.offsets, strict=False):
+        known = field.source != "row_offsets"
+        value: I32 = getattr(batch, field.source) if known else row_offsets
+        if field.columns > 1:
+            value = value.reshape(-1).view(np.int32)
         used = offset + len(value)
         out[offset:used] = value
         end = offset + sizes[field.dim] * field.columns
@@ -158,26 +151,8 @@ def views(buffer: Tensor, bucket: Bucket) -> StepInputs:
 
 def empty_batch(bucket: Bucket) -> ScheduledBatch:
     """A batch with nothing in it: every row of the bucket is padding. Used to warm graphs up."""
-    none = np.zeros(0, np.int32)
-    return ScheduledBatch(
-        step=-1,
-        kind=bucket.kind,
-        variant="plain",
-        num_decode_rows=0,
-        token_ids=none,
-        positions=none,
-        token_slots=none,
-        kv_slots=none,
-        row_slots=none,
-        row_starts=none,
-        row_lens=none,
-        logit_tokens=none,
-        logit_slots=none,
-        logit_targets=none,
-        logit_positions=none,
-        sampling_floats=np.zeros((0, NUM_FLOATS), np.float32),
-        sampling_ints=np.zeros((0, NUM_INTS), np.int32),
-        update_slots=none,
-        update_columns=none,
-        update_pages=none,
-    )
+    none: dict[str, Any] = {field.source: np.zeros(0, np.int32) for field in _FIELDS}
+    del none["row_offsets"]
+    none["sampling_floats"] = np.zeros((0, NUM_FLOATS), np.float32)
+    none["sampling_ints"] = np.zeros((0, NUM_INTS), np.int32)
+    return ScheduledBatch(step=-1, kind=bucket.kind, variant="plain", num_decode_rows=0, **none)

@@ -15,7 +15,6 @@ import yaml
 import compile_cache.fingerprint as fingerprint_module
 from compile_cache.fingerprint import (
     COMPILE_KEYS,
-    NEUTRAL_KEYS,
     Fingerprint,
     Value,
     compile_config,
@@ -26,6 +25,39 @@ from compile_cache.fingerprint import (
     flatten,
     machine_parts,
     source_digest,
+)
+
+# Keys that must not decide it, each for a reason: where things lie, who is served, what is logged,
+# how much memory.
+NEUTRAL_KEYS = (
+    "model.path",
+    "model.revision",
+    "model.offline",
+    "model.load",
+    "model.seed",
+    "model.tokenizer",
+    "model.chat_template",
+    "model.generation_config",
+    "model.served_name",
+    "compile.cache",
+    "compile.cache_dir",
+    "compile.workers",
+    "attention.workspace",
+    "kv.prefix_cache",
+    "kv.memory_ratio",
+    "kv.bytes",
+    "kv.num_pages",  # the pages dimension is dynamic: free memory must not decide a hit
+    "scheduler.policy",
+    "scheduler.max_waiting",
+    "scheduler.max_step_tokens",  # its effect is in compile.extend_buckets
+    "scheduler.step_budget",
+    "scheduler.context_unit",
+    "scheduler.overlap",
+    "scheduler.output_estimate",
+    "scheduler.max_waiting_s",
+    "parallel.timeout_s",
+    "server",
+    "log",
 )
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, library
 
-from models.ops import attention, cpu_kernels
-from models.ops.attention import paged_attention, reference_attention
+from models.ops import cpu_kernels
+from models.ops.attention import paged_attention
 from models.ops.kv_write import kv_write
 
 
@@ -120,15 +120,6 @@ def test_any_mix(mix: str, page_size: int, window: int) -> None:
     torch.testing.assert_close(o_THD.double(), naive(case), atol=2e-6, rtol=0)
 
 
-@pytest.mark.parametrize("mix", MIXES)
-@pytest.mark.parametrize("window", [0, 4])
-def test_every_row_its_own_group(mix: str, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "_GROUP_BYTES", 0)
-    case = make_case(MIXES[mix], window=window)
-    o_THD = reference_attention(*case.arguments[:-1])
-    torch.testing.assert_close(o_THD.double(), naive(case), atol=2e-6, rtol=0)
-
-
 @pytest.mark.usefixtures("implementation")
 @pytest.mark.parametrize("kv_heads", [1, 2, 7, 14])
 @pytest.mark.parametrize("head_dim", [32, 64, 80, 128])
@@ -187,17 +178,6 @@ def test_queries_need_not_be_contiguous() -> None:
     assert not wide.is_contiguous()
     o_THD = paged_attention(wide, *case.arguments[1:])
     torch.testing.assert_close(o_THD.double(), naive(case), atol=2e-6, rtol=0)
-
-
-def test_similar_lengths_are_grouped(monkeypatch: pytest.MonkeyPatch) -> None:
-    kv_layer = torch.zeros(1, 2, 16, 2, 64)
-    monkeypatch.setattr(attention, "_GROUP_BYTES", 100 * 2 * 2 * 64 * 4)  # 100 tokens
-    lengths = [1000, 30, 990, 20, 10]
-    rows = [attention._Row(0, i, 1, 0, length) for i, length in enumerate(lengths)]
-    groups = [[row.end for row in group] for group in attention._groups(rows, kv_layer)]
-    assert groups == [[1000, 990], [30, 20, 10]]
-    alike = [row for row in rows if row.end < 100]
-    assert attention._groups(alike, kv_layer) == [alike]  # as they came
 
 
 @pytest.mark.parametrize("mix", ["decode, ragged", "mixed"])
