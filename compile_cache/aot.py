@@ -71,12 +71,6 @@ class AotFunction:
         """
         return bool(self._compiled.guard_check(*args))
 
-    def why_not(self, *args: Any) -> str:
-        """What `accepts` found wrong."""
-        compiled = self._compiled
-        frame = compiled.prepare_f_locals(*args)
-        return str(compiled._artifacts.guard_manager.check_verbose(frame))
-
 
 def compile_or_load(
     function: Callable[..., Any],

@@ -25,7 +25,6 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
-from types import TracebackType
 from typing import Any
 
 from compile_cache.files import is_safe_name, is_trusted, locked, make_folder, try_lock
@@ -85,12 +84,7 @@ class Session:
     def __enter__(self) -> Session:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def environment(self) -> dict[str, str]:

@@ -10,23 +10,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+
+from compile_cache.session import Session
 
 Progress = Callable[[str, float], None]
-
-
-class Recorder(Protocol):
-    """Where finished jobs are kept; a Session is one."""
-
-    @property
-    def jobs(self) -> dict[str, float]:
-        """Finished jobs to the seconds they took to build."""
-
-    def finish_job(self, name: str, seconds: float) -> None:
-        """Remember a job."""
-
-    def seal(self) -> bool:
-        """Keep everything so far; False where that was not possible."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +32,7 @@ class Job:
 
 def run_jobs(
     jobs: Sequence[Job],
-    recorder: Recorder,
+    recorder: Session,
     progress: Progress,
     clock: Callable[[], float] = time.perf_counter,
 ) -> bool:

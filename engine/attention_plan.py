@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.flashinfer_plan import (
     AttentionShape,
@@ -237,39 +236,6 @@ class AttentionPlanner:
         tiles = _tiles(most_tokens + rows, 16, rows, shape.group) + 1024
         fa2 = 16 * tiles + 4 * (most_tokens + 2 * rows)
         return max(fa3, fa2) + _INT_MARGIN
-
-
-def build_planner(
-    config: EngineConfig,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    windows: Sequence[int],
-    buckets: Sequence[Bucket],
-    page_table_SP: Tensor,
-    first_layer: Tensor,
-    keeper: Keeper | None = None,
-) -> AttentionPlanner:
-    """The planner of a resolved configuration; heads are this rank's, windows the layers'."""
-    shape = AttentionShape(
-        num_heads,
-        num_kv_heads,
-        head_dim,
-        config.kv.page_size,
-        page_table_SP.shape[1],
-        first_layer.dtype,
-        tuple(sorted(set(windows))),
-    )
-    attention = config.attention
-    return AttentionPlanner(
-        shape,
-        attention.decode,
-        attention.extend,
-        buckets,
-        first_layer,
-        int(attention.workspace),
-        keeper,
-    )
 
 
 def chunk_wave(device: torch.device, num_heads: int, head_dim: int) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch._inductor.config as inductor_config
@@ -72,46 +72,37 @@ def _cudagraph_skips() -> int:
     return int(torch._dynamo.utils.counters["inductor"]["cudagraph_skips"])
 
 
-class Program(Protocol):
-    """One step function, ready to run on the inputs of any bucket of its kind."""
-
-    def warm(self, bucket: Bucket, inputs: StepInputs) -> None:
-        """Compile and record for this bucket.
-
-        `inputs` are the static views that `run` will be given.
-        """
-
-    def run(self, bucket: Bucket, inputs: StepInputs) -> Tensor:
-        """Enqueue the step; the packed outputs, valid until the next run of any program."""
-
-
-class EagerProgram:
-    """The step function as it is: without a compiler, or for tests that should start at once."""
+class Program:
+    """One step function, compiled or not, that is called on the inputs of any bucket of its kind: a
+    CPU, where there is nothing to record, and tests that should start at once.
+    """
 
     def __init__(self, step: StepFunction, tensors: StepTensors) -> None:
         self._step = step
         self._tensors = tensors
 
     def warm(self, bucket: Bucket, inputs: StepInputs) -> None:
+        """Compile and record for this bucket.
+
+        `inputs` are the static views that `run` will be given.
+        """
         self.run(bucket, inputs)
 
     def run(self, bucket: Bucket, inputs: StepInputs) -> Tensor:
+        """Enqueue the step; the packed outputs, valid until the next run of any program."""
+        return self._call(inputs)
+
+    def close(self) -> None:
+        """Destroy the graphs; must come before the process group goes, or NCCL's teardown hangs."""
+
+    def _call(self, inputs: StepInputs) -> Tensor:
         t = self._tensors
         out = self._step(t.params, t.kv_cache, t.state, t.sampling_state, t.grammar_LW, inputs)
         return out.packed_LC
 
 
-class CompiledProgram(EagerProgram):
-    """A compiled step function, called directly: a CPU, where there is nothing to record."""
-
-
-def _compiled_for(bucket: Bucket, dynamic: bool) -> int:
-    """A number of tokens that the bucket shares its compile with; a single one is never shared."""
-    return 2 if dynamic and bucket.num_tokens > 1 else bucket.num_tokens
-
-
-class TreesProgram(EagerProgram):
-    """`torch.compile(mode="reduce-overhead")`: Inductor's CUDA graph trees record and replay.
+class _Recorded(Program):
+    """A program that is recorded into CUDA graphs.
 
     Args:
         primer: runs a few layers of the same step uncompiled.
@@ -119,76 +110,71 @@ class TreesProgram(EagerProgram):
     """
 
     def __init__(
-        self, step: StepFunction, tensors: StepTensors, primer: EagerProgram, dynamic: bool
+        self, step: StepFunction, tensors: StepTensors, primer: Program, dynamic: bool
     ) -> None:
         super().__init__(step, tensors)
         self._primer = primer
         self._dynamic = dynamic
         self._loaded: set[int] = set()
 
-    def warm(self, bucket: Bucket, inputs: StepInputs) -> None:
-        compiled = _compiled_for(bucket, self._dynamic)
+    def _load(self, bucket: Bucket, inputs: StepInputs) -> None:
+        """Compile, load kernels and let every library take its workspaces: nothing of it may happen
+        within a recording.
+        """
+        # Of the sizes that share a compile one stands for all; a single token shares with none.
+        compiled = 2 if self._dynamic and bucket.num_tokens > 1 else bucket.num_tokens
         if compiled not in self._loaded:
-            # Loads every kernel that all buckets share: nothing may be loaded within a recording.
-            self.run(bucket, inputs)
-            torch.cuda.synchronize()
+            self._call(inputs)
             self._loaded.add(compiled)
-        else:  # those that only this bucket has
+        else:  # kernels that only this bucket has
             self._primer.run(bucket, inputs)
+        torch.cuda.synchronize()
+
+
+class TreesProgram(_Recorded):
+    """`torch.compile(mode="reduce-overhead")`: Inductor's CUDA graph trees record and replay."""
+
+    def warm(self, bucket: Bucket, inputs: StepInputs) -> None:
+        self._load(bucket, inputs)
         # Inductor would run each size once more before it records it.
         with inductor_config.patch({"triton.skip_cudagraph_warmup": True}):
             self.run(bucket, inputs)
         torch.cuda.synchronize()
 
-    def run(self, bucket: Bucket, inputs: StepInputs) -> Tensor:
-        # Without the mark, outputs of the step before count as live and the tree grows for ever.
-        torch.compiler.cudagraph_mark_step_begin()
-        return super().run(bucket, inputs)
-
     def close(self) -> None:
-        """Destroy the graphs of all programs of this thread, before the process group as below."""
+        """Those of all programs of this thread."""
         cudagraph_trees: Any = importlib.import_module("torch._inductor.cudagraph_trees")
         cudagraph_trees.reset_cudagraph_trees()
 
+    def _call(self, inputs: StepInputs) -> Tensor:
+        # Without the mark, outputs of the step before count as live and the tree grows for ever.
+        torch.compiler.cudagraph_mark_step_begin()
+        return super()._call(inputs)
 
-class ManualProgram(EagerProgram):
+
+class ManualProgram(_Recorded):
     """A compiled step function captured by hand into one CUDA graph per bucket, all in one memory
-    pool.
-
-    Args:
-        primer: runs a few layers of the same step uncompiled.
-        dynamic: one compile serves all buckets of more than one token.
-        pool: of CUDA graphs.
+    `pool`.
     """
 
     def __init__(
         self,
         step: StepFunction,
         tensors: StepTensors,
-        primer: EagerProgram,
+        primer: Program,
         dynamic: bool,
         pool: Any,
     ) -> None:
-        super().__init__(step, tensors)
-        self._primer = primer
-        self._dynamic = dynamic
+        super().__init__(step, tensors, primer, dynamic)
         self._pool = pool
-        self._loaded: set[int] = set()
         self._graphs: dict[Bucket, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
 
     def warm(self, bucket: Bucket, inputs: StepInputs) -> None:
-        # Compile, load kernels and let every library take its workspaces outside the recording.
-        compiled = _compiled_for(bucket, self._dynamic)
-        if compiled not in self._loaded:
-            super().run(bucket, inputs)
-            self._loaded.add(compiled)
-        else:
-            self._primer.run(bucket, inputs)
-        torch.cuda.synchronize()
+        self._load(bucket, inputs)
         graph = torch.cuda.CUDAGraph()
         # Threads of others (NCCL's watchdog) may ask the device something meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            packed = super().run(bucket, inputs)
+            packed = self._call(inputs)
         self._graphs[bucket] = (graph, packed)
 
     def run(self, bucket: Bucket, inputs: StepInputs) -> Tensor:
@@ -197,5 +183,4 @@ class ManualProgram(EagerProgram):
         return packed
 
     def close(self) -> None:
-        """Destroy the graphs; must come before the process group goes, or NCCL's teardown hangs."""
         self._graphs.clear()

@@ -252,9 +252,7 @@ class GraphRunner:
         if self._planner is not None:
             self._planner.close()
         for program in self._programs.values():
-            close = getattr(program, "close", None)
-            if close is not None:
-                close()
+            program.close()
         if self._device.type != "cuda":
             self._thread.shutdown()
 

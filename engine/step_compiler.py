@@ -14,24 +14,18 @@ from typing import Any
 import torch
 
 from compile_cache import Session
-from engine.attention_plan import AttentionPlanner, build_planner
+from engine.attention_plan import AttentionPlanner
 from engine.compile_jobs import VARIANTS
 from engine.compiled import CompiledFunction, CompileLog, CompileSettings
-from engine.graph_programs import (
-    CompiledProgram,
-    EagerProgram,
-    ManualProgram,
-    Program,
-    StepTensors,
-    TreesProgram,
-)
+from engine.flashinfer_plan import AttentionShape
+from engine.graph_programs import ManualProgram, Program, StepTensors, TreesProgram
 from engine.graph_runner import GraphRunner
 from engine.limits import max_page_updates
 from engine.resolve import ResolvedConfig
 from engine.scheduler.batch import Kind, Variant
 from engine.step_inputs import Bucket
 from models.config import ModelConfig
-from models.forward import as_is
+from models.forward import CompilePiece, as_is
 from models.inputs import KVCache, TensorParallel
 from models.ops import experts, linear
 from models.sharding import local_heads
@@ -94,17 +88,18 @@ def _planner(
     buckets: list[Bucket],
     session: Session,
 ) -> AttentionPlanner:
-    num_heads, num_kv_heads = local_heads(model, tp)
-    return build_planner(
-        config,
-        num_heads,
-        num_kv_heads,
+    first_layer = tensors.kv_cache.layers[0]
+    shape = AttentionShape(
+        *local_heads(model, tp),
         model.head_dim,
-        model.layer_windows,
-        buckets,
-        tensors.state.page_table_SP,
-        tensors.kv_cache.layers[0],
+        config.kv.page_size,
+        tensors.state.page_table_SP.shape[1],
+        first_layer.dtype,
+        tuple(sorted(set(model.layer_windows))),
     )
+    options = config.attention
+    kernels = (options.decode, options.extend)
+    return AttentionPlanner(shape, *kernels, buckets, first_layer, options.workspace)
 
 
 def few_layers(model: ModelConfig, tensors: StepTensors) -> tuple[ModelConfig, StepTensors]:
@@ -165,34 +160,25 @@ class _ProgramBuilder:
         def compile_piece(function: Callable[..., Any]) -> Callable[..., Any]:
             return self._compiled(function, kind) if self._by_layer else function
 
-        config = self._config
-        step = make_step(
-            self._model,
-            self._tp,
-            variant,
-            kind,
-            config.sampling.max_logprobs,
-            compile_piece,
-            linear.decode_kernels(self._device, config.compile.skinny_gemm),
-        )
-        if not self.compiles:
-            return EagerProgram(step, self._tensors)
-        if not self._by_layer:
+        step = self._step(self._model, kind, variant, compile_piece)
+        if self.compiles and not self._by_layer:
             step = self._compiled(step, kind)
-        if not self._records:
-            return CompiledProgram(step, self._tensors)
-        primer = self._primer(kind, variant)
-        dynamic = config.compile.dynamic
+        if not (self.compiles and self._records):
+            return Program(step, self._tensors)
+        few_model, few_tensors = few_layers(self._model, self._tensors)
+        primer = Program(self._step(few_model, kind, variant, as_is), few_tensors)
+        dynamic = self._config.compile.dynamic
         if self._trees and not self._by_layer:
             return TreesProgram(step, self._tensors, primer, dynamic)
         return ManualProgram(step, self._tensors, primer, dynamic, self._pool)
 
-    def _primer(self, kind: Kind, variant: Variant) -> EagerProgram:
-        model, tensors = few_layers(self._model, self._tensors)
-        kernels = linear.decode_kernels(self._device, self._config.compile.skinny_gemm)
-        most_logprobs = self._config.sampling.max_logprobs
-        step = make_step(model, self._tp, variant, kind, most_logprobs, as_is, kernels)
-        return EagerProgram(step, tensors)
+    def _step(
+        self, model: ModelConfig, kind: Kind, variant: Variant, compile_piece: CompilePiece
+    ) -> Callable[..., Any]:
+        options = self._config
+        kernels = linear.decode_kernels(self._device, options.compile.skinny_gemm)
+        most_logprobs = options.sampling.max_logprobs
+        return make_step(model, self._tp, variant, kind, most_logprobs, compile_piece, kernels)
 
     def _compiled(self, function: Callable[..., Any], kind: Kind) -> CompiledFunction:
         """The function, compiled; variants share what has the same name."""

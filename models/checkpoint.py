@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +30,12 @@ class Checkpoint:
         root: the folder.
         files: weight files, none for "random".
         config: parsed config.json, or what a GGUF's metadata amounts to.
-        generation_config: parsed generation_config.json, {} without one.
     """
 
     kind: str
     root: Path
     files: tuple[Path, ...]
     config: dict[str, Any]
-    generation_config: dict[str, Any] = field(default_factory=dict)
 
 
 def resolve_checkpoint(
@@ -75,15 +73,8 @@ def resolve_checkpoint(
     if not weights and load != "random":
         wanted = {"auto": "*.safetensors or *.gguf", "gguf": "*.gguf"}.get(load, "*.safetensors")
         raise CheckpointError(f"{root}: no {wanted} there")
-    config = _read_json(root / "config.json")
-    generation = root / "generation_config.json"
-    return Checkpoint(
-        "random" if load == "random" else "safetensors",
-        root,
-        weights,
-        config,
-        _read_json(generation) if generation.exists() else {},
-    )
+    kind = "random" if load == "random" else "safetensors"
+    return Checkpoint(kind, root, weights, _read_json(root / "config.json"))
 
 
 def _download(hub_id: str, revision: str | None, offline: bool, load: str) -> Path:

@@ -206,11 +206,6 @@ _BOOLEAN_OPTIONS = ("attention_bias", "mlp_bias")
 _ACTIVATIONS = ("silu", "swish")
 
 
-def known_architectures() -> tuple[str, ...]:
-    """Hugging Face class names that `ModelConfig.from_hf` reads."""
-    return tuple(_DIALECTS)
-
-
 def _architecture(hf: HF) -> str:
     names = hf.get("architectures") or []
     for name in names:

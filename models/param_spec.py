@@ -114,13 +114,3 @@ def _mix(seed: int, name: str) -> int:
     for byte in name.encode():
         value = (value ^ byte) * 0x100000001B3 % 2**64
     return value >> 1
-
-
-def init_random(specs: Tree, seed: int, device: torch.device) -> Tree:
-    """A tree of whole random parameters; deterministic for a seed and a device type."""
-
-    def make(_: Path, spec: ParamSpec) -> Tensor:
-        parts = [init_part(spec, part, seed, device) for part in spec.parts]
-        return torch.cat(parts).view(spec.shape)
-
-    return dict(map_tree(make, specs))

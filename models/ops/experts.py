@@ -78,14 +78,7 @@ def grouped_experts(
 
 
 @grouped_experts.register_fake
-def _(
-    x_TE: Tensor,
-    weights_TK: Tensor,
-    experts_TK: Tensor,
-    kv_slots_T: Tensor,
-    gate_up_NGE: Tensor,
-    down_NEF: Tensor,
-) -> Tensor:
+def _(x_TE: Tensor, *_: Any) -> Tensor:
     return x_TE.new_empty(x_TE.shape)
 
 

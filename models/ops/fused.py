@@ -156,21 +156,7 @@ def decode_attention(
 
 @decode_attention.register_fake
 def _(
-    qkv: Tensor,
-    rope_TD: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    kv_layer: Tensor,
-    kv_slots_T: Tensor,
-    page_table_SP: Tensor,
-    row_slots_R: Tensor,
-    row_starts_R: Tensor,
-    row_lens_R: Tensor,
-    row_offsets_R: Tensor,
-    scale: float,
-    window: int,
-    pdl: bool,
+    qkv: Tensor, _rope: Any, _q_norm: Any, _k_norm: Any, _eps: float, kv_layer: Tensor, *_: Any
 ) -> Tensor:
     num_kv_heads, head_dim = kv_layer.shape[3:]
     return qkv.new_empty((qkv.shape[0], qkv.shape[1] // head_dim - 2 * num_kv_heads, head_dim))

@@ -11,6 +11,7 @@ Legend: L logit rows, V vocab.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, library
@@ -63,9 +64,7 @@ def filter_threshold(
 
 
 @filter_threshold.register_fake
-def _(
-    logits_LV: Tensor, temperature_L: Tensor, top_k_L: Tensor, top_p_L: Tensor, min_p_L: Tensor
-) -> Tensor:
+def _(logits_LV: Tensor, *_: Any) -> Tensor:
     return logits_LV.new_empty((logits_LV.shape[0],), dtype=torch.float32)
 
 

@@ -68,7 +68,7 @@ with Store(root, warn).open(Fingerprint({"n": 1})) as session:
     recorded = torch._inductor.cudagraph_trees.get_manager(0).new_graph_id().id if cuda else None
     print(json.dumps({
         "loaded": f.loaded, "equal": equal, "accepted": accepted,
-        "refused": not f.accepts(params, cache, wrong) and bool(f.why_not(params, cache, wrong)),
+        "refused": not f.accepts(params, cache, wrong),
         "frames": sum(counters["frames"].values()) + counters["stats"]["unique_graphs"],
         "skips": skips, "recorded": recorded,
         "compiler": "torch._inductor.compile_fx" in sys.modules,

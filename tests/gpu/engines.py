@@ -12,7 +12,7 @@ import torch
 
 from engine import step_compiler
 from engine.engine_core import EngineCore
-from engine.graph_programs import EagerProgram, ManualProgram, StepFunction, StepTensors
+from engine.graph_programs import ManualProgram, Program, StepFunction, StepTensors
 from engine.graph_runner import Pending
 from engine.scheduler.batch import ScheduledBatch
 from engine.scheduler.scheduler import Scheduler
@@ -50,9 +50,9 @@ def capture_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = torch.cuda.graph_pool_handle()
 
     def recorded(step: StepFunction, tensors: StepTensors) -> ManualProgram:
-        return ManualProgram(step, tensors, EagerProgram(step, tensors), True, pool)
+        return ManualProgram(step, tensors, Program(step, tensors), True, pool)
 
-    monkeypatch.setattr(step_compiler, "EagerProgram", recorded)
+    monkeypatch.setattr(step_compiler, "Program", recorded)
 
 
 def warm_all(engine: Engine) -> None:

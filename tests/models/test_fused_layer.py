@@ -13,7 +13,7 @@ from models.forward import make_backbone
 from models.fused_layer import can_fuse
 from models.inputs import KVCache, StepInputs, StepState, TensorParallel
 from models.ops.linear import Kernels
-from models.param_spec import init_random, map_tree
+from models.param_spec import ParamSpec, map_tree
 from models.registry import family_of, param_specs
 from models.rope import rope_table
 
@@ -60,12 +60,11 @@ MODELS = {
 def parameters(model: ModelConfig) -> dict[str, Any]:
     """Random everywhere: biases of zero and norms of one would hide a mistake."""
     generator = torch.Generator().manual_seed(1)
-    tree = init_random(param_specs(model, torch.float32), 0, torch.device("cpu"))
 
-    def redraw(_: object, tensor: Tensor) -> Tensor:
-        return torch.randn(tensor.shape, generator=generator) * 0.4 + (tensor.dim() == 1)
+    def draw(_: object, spec: ParamSpec) -> Tensor:
+        return torch.randn(spec.shape, generator=generator) * 0.4 + (len(spec.shape) == 1)
 
-    params = dict(map_tree(redraw, tree))
+    params = dict(map_tree(draw, param_specs(model, torch.float32)))
     params["rope"] = rope_table(model.rope, model.head_dim, 64, model.max_position)
     return params
 
