@@ -99,7 +99,7 @@ def _planner(
     )
     options = config.attention
     kernels = (options.decode, options.extend)
-    return AttentionPlanner(shape, *kernels, buckets, first_layer, options.workspace)
+    return AttentionPlanner(shape, *kernels, buckets, first_layer, options.workspace, session)
 
 
 def few_layers(model: ModelConfig, tensors: StepTensors) -> tuple[ModelConfig, StepTensors]:

@@ -1,4 +1,4 @@
-"""The few layers that stand for all of a model when its kernels are built."""
+"""The few layers that stand for all of a model when its kernels are built; the planner's part."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from engine import step_compiler
+from engine.config import EngineConfig, ModelOptions
 from engine.graph_programs import StepTensors
 from engine.step_compiler import few_layers
 from models.forward import make_backbone
@@ -26,20 +28,38 @@ MIXED = tiny(
 )
 
 
-@pytest.mark.parametrize(
-    ("model", "count"), [(MODELS["qwen3"], 1), (MODELS["mixtral"], 1), (MIXED, 2)]
-)
-def test_one_layer_of_each_sort(model: Any, count: int) -> None:
-    table = torch.zeros(SLOTS + 1, 8, dtype=torch.int32)
+def tensors_of(model: Any) -> StepTensors:
     cache = torch.zeros(9, 2, 4, model.num_kv_heads, model.head_dim)
-    tensors = StepTensors(
+    table = torch.zeros(SLOTS + 1, 8, dtype=torch.int32)
+    return StepTensors(
         parameters(model),
         KVCache(tuple(cache.clone() for _ in model.layer_windows)),
         StepState(table, torch.zeros(SLOTS + 1, dtype=torch.int32)),
         init_sampling_state(SLOTS, model.vocab_size, 2, 2, torch.device("cpu")),
     )
+
+
+@pytest.mark.parametrize(
+    ("model", "count"), [(MODELS["qwen3"], 1), (MODELS["mixtral"], 1), (MIXED, 2)]
+)
+def test_one_layer_of_each_sort(model: Any, count: int) -> None:
+    tensors = tensors_of(model)
+    table = tensors.state.page_table_SP
     few, fewer = few_layers(model, tensors)
     assert few.num_layers == len(few.layer_windows) == len(fewer.params["layers"]) == count
     for kind in ("decode", "extend"):  # it can run
         backbone = make_backbone(few, TensorParallel(), kind, kernels=Kernels(fused=True))
         backbone(fewer.params, fewer.kv_cache, fewer.state, inputs_of(table, [(0, 0, 1)], 1))
+
+
+def test_attention_keeps_its_modules_in_the_compile_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(step_compiler, "AttentionPlanner", lambda *args: given.extend(args))
+    config: Any = EngineConfig(model=ModelOptions(path="any"))
+    session: Any = object()
+    model = MODELS["qwen3"]
+    step_compiler._planner(config, model, TensorParallel(), tensors_of(model), [], session)
+    shape, *_, keeper = given
+    assert keeper is session
+    assert (shape.num_heads, shape.num_kv_heads) == (model.num_heads, model.num_kv_heads)
+    assert (shape.max_pages, shape.windows) == (8, (0,))
