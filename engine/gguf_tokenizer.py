@@ -41,7 +41,7 @@ def build_gguf_tokenizer(metadata: Mapping[str, Any], source: str) -> Tokenizer:
     """Build the tokenizer.
 
     Args:
-        metadata: from `read_gguf_metadata`.
+        metadata: of the file's header.
         source: what error messages call the file.
 
     Raises:

@@ -15,8 +15,9 @@ import huggingface_hub  # loads its parts on use
 from tokenizers import Tokenizer as Backend
 
 from engine.errors import ModelError
-from engine.gguf_metadata import read_gguf_metadata
 from engine.gguf_tokenizer import build_gguf_tokenizer
+from models.errors import CheckpointError
+from models.gguf_header import read_gguf_header
 
 _HUB_PATTERNS = ["*.json", "*.jinja", "additional_chat_templates/*.jinja"]
 _HUB_IGNORED = ["*.index.json"]
@@ -81,7 +82,10 @@ def _download(hub_id: str, revision: str | None, offline: bool) -> Path:
 
 
 def _from_gguf(path: Path) -> TokenizerFiles:
-    metadata = read_gguf_metadata(path)
+    try:
+        metadata = read_gguf_header(path).metadata
+    except CheckpointError as error:
+        raise ModelError(str(error)) from None
     if "tokenizer.ggml.tokens" not in metadata:
         raise ModelError(f"{path}: holds no tokenizer; set model.tokenizer")
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]

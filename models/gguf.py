@@ -1,16 +1,10 @@
-"""Reads GGUF files: metadata, tensors dequantised one at a time, and a config.json made from the
-metadata. No torch.
+"""GGUF files: tensors dequantised one at a time, a config.json made from the metadata. No torch.
 
-The header is parsed here because the gguf package's reader takes seconds for a vocabulary's
-strings; its dequantisers do the rest. Format:
-https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Knows nothing of sharding or of what the
-tokens mean.
+The gguf package's dequantisers do the work. Knows nothing of sharding or of what the tokens mean.
 """
 
 from __future__ import annotations
 
-import mmap
-import struct
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -21,21 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from models.errors import CheckpointError, UnsupportedModel
+from models.gguf_header import read_gguf_header
 
-_SCALARS = {
-    0: "B",
-    1: "b",
-    2: "H",
-    3: "h",
-    4: "I",
-    5: "i",
-    6: "f",
-    7: "?",
-    10: "Q",
-    11: "q",
-    12: "d",
-}
-_STRING, _ARRAY = 8, 9
 _ROW_BYTES = 16 * 1024
 _SHORT_ARRAY = 64  # longer arrays (the vocabulary) are skipped
 
@@ -67,82 +48,19 @@ class GgufFile:
 
 def read_header(path: Path) -> GgufFile:
     """Parse a file's header. Raises CheckpointError if it is no GGUF file of version 2 or 3."""
-    try:
-        with (
-            path.open("rb") as file,
-            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
-        ):
-            return _Header(data, path).parse()
-    except (OSError, struct.error, KeyError, ValueError) as error:
-        raise CheckpointError(f"{path}: not a readable GGUF file: {error}") from error
-
-
-class _Header:
-    """A position in the header that values are read from."""
-
-    def __init__(self, data: mmap.mmap, path: Path) -> None:
-        self._data = data
-        self._path = path
-        self._at = 0
-
-    def parse(self) -> GgufFile:
-        magic, version = self._take("4sI")
-        if magic != b"GGUF" or version not in (2, 3):
-            raise ValueError(f"magic {magic!r}, version {version}")
-        num_tensors, num_keys = self._take("QQ")
-        metadata: dict[str, Any] = {}
-        for _ in range(num_keys):
-            key = self._string()
-            value = self._value(*self._take("I"))
-            if value is not None:
-                metadata[key] = value
-        infos = {self._string(): self._tensor_info() for _ in range(num_tensors)}
-        alignment = metadata.get("general.alignment", 32)
-        base = -(-self._at // alignment) * alignment
-        tensors = {}
-        for name, (shape, kind, offset) in infos.items():
-            start = base + offset
-            end = start + _num_bytes(shape, kind)
-            if end > len(self._data):
-                raise ValueError(f"the file ends inside tensor {name}")
-            tensors[name] = GgufTensor(shape, kind, start, end)
-        return GgufFile(self._path, metadata, tensors)
-
-    def _take(self, code: str) -> tuple[Any, ...]:
-        values = struct.unpack_from("<" + code, self._data, self._at)
-        self._at += struct.calcsize("<" + code)
-        return values
-
-    def _string(self) -> str:
-        (length,) = self._take("Q")
-        start, self._at = self._at, self._at + length
-        return self._data[start : self._at].decode("utf-8", "replace")
-
-    def _value(self, kind: int) -> Any:
-        if kind == _STRING:
-            return self._string()
-        if kind != _ARRAY:
-            return self._take(_SCALARS[kind])[0]
-        item, count = self._take("IQ")
-        if item in _SCALARS and count > _SHORT_ARRAY:
-            self._at += struct.calcsize("<" + _SCALARS[item]) * count
-            return None
-        if item == _STRING and count > _SHORT_ARRAY:
-            for _ in range(count):
-                self._at += 8 + struct.unpack_from("<Q", self._data, self._at)[0]
-            return None
-        return [self._value(item) for _ in range(count)]
-
-    def _tensor_info(self) -> tuple[tuple[int, ...], gguf.GGMLQuantizationType, int]:
-        (num_dims,) = self._take("I")
-        dims = self._take(f"{num_dims}Q")
-        kind, offset = self._take("IQ")
-        return tuple(reversed(dims)), gguf.GGMLQuantizationType(kind), offset
-
-
-def _num_bytes(shape: tuple[int, ...], kind: gguf.GGMLQuantizationType) -> int:
-    block, size = gguf.GGML_QUANT_SIZES[kind]
-    return prod(shape) // block * size
+    header, size = read_gguf_header(path, _SHORT_ARRAY), path.stat().st_size
+    tensors = {}
+    for name, (shape, number, offset) in header.tensors.items():
+        try:
+            kind = gguf.GGMLQuantizationType(number)
+        except ValueError as error:
+            raise CheckpointError(f"{path}: tensor {name}: {error}") from error
+        block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+        start = header.data + offset
+        tensors[name] = GgufTensor(shape, kind, start, start + prod(shape) // block * block_bytes)
+        if tensors[name].end > size:
+            raise CheckpointError(f"{path}: the file ends inside tensor {name}")
+    return GgufFile(path, header.metadata, tensors)
 
 
 def dequantise(file: GgufFile, name: str) -> NDArray[Any]:

@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from engine.chat_template import ChatTemplate
 from engine.config import ModelOptions
 from engine.errors import InvalidRequest, ModelError
-from engine.gguf_metadata import read_gguf_metadata
 from engine.tokenizer import Tokenizer, load_tokenizer
 from tests.tiny_tokenizer import (
     BOS,
@@ -297,7 +296,7 @@ def test_gguf_mistakes(tmp_path: Path) -> None:
     (tmp_path / "e.gguf").write_bytes(whole[: len(whole) // 2])
     for name in ("d", "e"):
         with pytest.raises(ModelError, match="not a readable GGUF"):
-            read_gguf_metadata(tmp_path / f"{name}.gguf")
+            load(tmp_path / f"{name}.gguf")
 
 
 def test_mistakes_in_a_folder(tmp_path: Path) -> None:
