@@ -19,10 +19,11 @@ from torch import Tensor
 from models.config import ModelConfig
 from models.fused_layer import can_fuse, fused_decoder_layer
 from models.inputs import KVCache, StepInputs, StepState, TensorParallel
-from models.layers import Family, Params, Rows, decoder_layer, rms_norm
+from models.layers import Family, Params, Rows, decoder_layer
 from models.ops.collectives import all_gather_last, all_reduce
 from models.ops.linear import Kernels
 from models.ops.lm_head import lm_head
+from models.ops.plain import rms_norm
 from models.param_spec import Tree
 from models.registry import family_of
 

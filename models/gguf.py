@@ -196,7 +196,7 @@ def unpermute(values: NDArray[Any], num_heads: int) -> NDArray[Any]:
     halves again.
 
     [heads * D, ...] in the order (pair, half) -> the order (half, pair) that
-    models.layers.apply_rope expects.
+    models.ops.plain.apply_rope expects.
     """
     pairs = values.reshape(num_heads, values.shape[0] // num_heads // 2, 2, *values.shape[1:])
     return pairs.swapaxes(1, 2).reshape(values.shape)

@@ -23,6 +23,7 @@ from models.ops.few_rows import few_rows_linear
 from models.ops.fused import qk_norm_rope_kv_write
 from models.ops.kv_write import kv_write
 from models.ops.linear import Kernels
+from models.ops.plain import apply_rope, rms_norm
 from models.param_spec import ParamSpec, Part
 from models.sharding import local_heads
 
@@ -65,25 +66,6 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
         y: Tensor = few_rows_linear(x, w, bias)
         return y
     return F.linear(x, w, bias)
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dim, in float32 (Zhang, Sennrich 2019)."""
-    x_float = x.float()
-    scale = torch.rsqrt(x_float.pow(2).mean(-1, keepdim=True) + eps)
-    return (x_float * scale).to(x.dtype) * weight
-
-
-def apply_rope(x_THD: Tensor, rope_TD: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + D/2) of each head by the token's angles.
-
-    Args:
-        x_THD: [T, heads, D].
-        rope_TD: float32 [T, D], cosines then sines (models.rope.rope_table).
-    """
-    cos, sin = rope_TD[:, None].chunk(2, -1)
-    low, high = x_THD.float().chunk(2, -1)
-    return torch.cat((low * cos - high * sin, high * cos + low * sin), -1).to(x_THD.dtype)
 
 
 def plain_heads(
@@ -158,11 +140,7 @@ def attention(
     o_THD = paged_attention(
         q_THD,
         kv_layer,
-        rows.page_table_SP,
-        rows.row_slots_R,
-        rows.row_starts_R,
-        rows.row_lens_R,
-        rows.row_offsets_R,
+        *rows[1:],
         model.head_dim**-0.5,
         window,
         kind,

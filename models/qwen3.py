@@ -7,8 +7,9 @@ from torch import Tensor
 
 from models.config import ModelConfig
 from models.inputs import TensorParallel
-from models.layers import LayerSpecs, Params, layer_specs, norm_spec, plain_heads, rms_norm
+from models.layers import LayerSpecs, Params, layer_specs, norm_spec, plain_heads
 from models.llama import FAMILY as LLAMA
+from models.ops.plain import rms_norm
 
 
 def normed_heads(

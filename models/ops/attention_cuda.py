@@ -149,17 +149,14 @@ def _decode_attention(
         new = decode_triton.NewToken(qkv, rope_TD, q_norm, k_norm, eps, kv_slots_T)
         planned.run(new, kv_layer, rows, scale, out_THD)
         return out_THD
-    q_THD = torch.empty_like(out_THD)
     sizes = (num_heads, num_kv_heads, head_dim)
     norms = (q_norm, k_norm)
-    fused_triton.heads(qkv, rope_TD, *norms, eps, *sizes, kv_layer, kv_slots_T, q_THD, pdl)
+    q_THD = fused_triton.heads(qkv, rope_TD, *norms, eps, *sizes, kv_layer, kv_slots_T, pdl)
     planned.run(q_THD, kv_layer, rows, scale, out_THD)
     return out_THD
 
 
-@library.impl("fullgraph::kv_write", "cuda")
-def _kv_write(k_TKD: Tensor, v_TKD: Tensor, kv_layer: Tensor, kv_slots_T: Tensor) -> None:
-    fused_triton.kv_write(k_TKD, v_TKD, kv_layer, kv_slots_T)
+library.impl("fullgraph::kv_write", "cuda")(fused_triton.kv_write)
 
 
 class FlashInferPart:

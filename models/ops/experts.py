@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, library
 
 from models.ops.experts_table import choose_experts, num_tiles
+from models.ops.plain import rms_norm
 
 try:
     from models.ops import experts_triton, fused_triton, route_triton
@@ -140,9 +141,7 @@ def mixture(
         of sums, so that a step repeats.
     """
     if norm_E is not None:
-        x_float = x_TE.float()
-        scale = torch.rsqrt(x_float.pow(2).mean(-1, keepdim=True) + eps)
-        x_TE = (x_float * scale).to(x_TE.dtype) * norm_E
+        x_TE = rms_norm(x_TE, norm_E, eps)
     weights_TK, experts_TK = top_experts(F.linear(x_TE, router_NE), top_k, normalise)
     y_TE = grouped_experts(x_TE, weights_TK, experts_TK, kv_slots_T, gate_up_NGE, down_NEF)
     return y_TE if residual_TE is None else residual_TE + y_TE

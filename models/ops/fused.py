@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, library
 
 from models.ops.attention import paged_attention
 from models.ops.kv_write import kv_write
+from models.ops.plain import apply_rope, rms_norm
 
 try:
     from models.ops import fused_triton
@@ -56,9 +56,9 @@ def qk_norm_rope_kv_write(
     sizes = [num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim]
     q_THD, k_TKD, v_TKD = (part.unflatten(1, (-1, head_dim)) for part in qkv.split(sizes, -1))
     if q_norm is not None and k_norm is not None:
-        q_THD, k_TKD = _norm(q_THD, q_norm, eps), _norm(k_TKD, k_norm, eps)
-    kv_write(_rotate(k_TKD, rope_TD), v_TKD, kv_layer, kv_slots_T)
-    return _rotate(q_THD, rope_TD)
+        q_THD, k_TKD = rms_norm(q_THD, q_norm, eps), rms_norm(k_TKD, k_norm, eps)
+    kv_write(apply_rope(k_TKD, rope_TD), v_TKD, kv_layer, kv_slots_T)
+    return apply_rope(q_THD, rope_TD)
 
 
 @qk_norm_rope_kv_write.register_fake
@@ -69,37 +69,8 @@ def _(
     return qkv.new_empty((qkv.shape[0], num_heads, head_dim))
 
 
-@qk_norm_rope_kv_write.register_kernel("cuda")
-def _qk_norm_rope_kv_write_cuda(
-    qkv: Tensor,
-    rope_TD: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    kv_layer: Tensor,
-    kv_slots_T: Tensor,
-    pdl: bool,
-) -> Tensor:
-    assert fused_triton is not None, "CUDA tensors on a machine without Triton"
-    q_THD = torch.empty((qkv.shape[0], num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
-    fused_triton.heads(
-        qkv,
-        rope_TD,
-        q_norm,
-        k_norm,
-        eps,
-        num_heads,
-        num_kv_heads,
-        head_dim,
-        kv_layer,
-        kv_slots_T,
-        q_THD,
-        pdl,
-    )
-    return q_THD
+if fused_triton is not None:
+    qk_norm_rope_kv_write.register_kernel("cuda", fused_triton.heads)
 
 
 @library.custom_op("fullgraph::decode_attention", mutates_args=("kv_layer",), device_types="cpu")
@@ -160,15 +131,3 @@ def _(
 ) -> Tensor:
     num_kv_heads, head_dim = kv_layer.shape[3:]
     return qkv.new_empty((qkv.shape[0], qkv.shape[1] // head_dim - 2 * num_kv_heads, head_dim))
-
-
-def _norm(x_THD: Tensor, weight: Tensor, eps: float) -> Tensor:
-    x_float = x_THD.float()
-    scale = torch.rsqrt(x_float.pow(2).mean(-1, keepdim=True) + eps)
-    return (x_float * scale).to(x_THD.dtype) * weight
-
-
-def _rotate(x_THD: Tensor, rope_TD: Tensor) -> Tensor:
-    cos, sin = rope_TD[:, None].chunk(2, -1)
-    low, high = x_THD.float().chunk(2, -1)
-    return torch.cat((low * cos - high * sin, high * cos + low * sin), -1).to(x_THD.dtype)

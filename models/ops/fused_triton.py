@@ -8,6 +8,7 @@ Legend: T tokens, H query heads, K kv heads, D head dim, E hidden, F ffn.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -25,11 +26,11 @@ def heads(
     head_dim: int,
     kv_layer: Tensor,
     kv_slots_T: Tensor,
-    q_THD: Tensor,
     pdl: bool,
-) -> None:
-    """Norm and rotate query and key heads; queries to `q_THD`, keys and values to their pages."""
+) -> Tensor:
+    """`fullgraph::qk_norm_rope_kv_write`."""
     num_tokens = qkv.shape[0]
+    q_THD = torch.empty((num_tokens, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     total = num_heads + 2 * num_kv_heads
     block = 4 if num_tokens <= 256 else 8  # heads of a program
     _heads_kernel[(num_tokens, triton.cdiv(total, block))](
@@ -54,6 +55,7 @@ def heads(
         num_warps=4,
         launch_pdl=pdl,
     )
+    return q_THD
 
 
 @triton.jit

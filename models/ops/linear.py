@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, library
 
 from models.ops.linear_table import choose_linear
+from models.ops.plain import rms_norm
 
 try:
     from models.ops import fused_triton, linear_triton
@@ -67,9 +68,7 @@ def fused_linear(
         [M, N], contiguous, of x's dtype.
     """
     if norm_K is not None:
-        x_float = x_MK.float()
-        scale = torch.rsqrt(x_float.pow(2).mean(-1, keepdim=True) + eps)
-        x_MK = (x_float * scale).to(x_MK.dtype) * norm_K
+        x_MK = rms_norm(x_MK, norm_K, eps)
     y = F.linear(x_MK, w_NK, bias_N)
     if act:
         gate, up = y.chunk(2, -1)
