@@ -116,7 +116,7 @@ def _take(
             stored = read_manifest(entry)
         except (FileNotFoundError, Damaged):
             stored = manifest
-        jobs = {**_dict(stored.notes.get("jobs")), **_dict(manifest.notes.get("jobs"))}
+        jobs = {**stored.jobs, **manifest.jobs}
         merged = replace(
             stored,
             files={**stored.files, **manifest.files},
@@ -160,7 +160,3 @@ def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
     info.size = len(data)
     info.mode = 0o644
     tar.addfile(info, io.BytesIO(data))
-
-
-def _dict(value: object) -> dict[str, float]:
-    return dict(value) if isinstance(value, dict) else {}

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from engine.config import EngineConfig
 from engine.errors import InvalidRequest
 from engine.request import EngineRequest, SamplingParams
 
@@ -39,6 +40,15 @@ class RequestLimits:
     max_logprobs: int
     max_logit_bias: int
     max_stop_ids: int
+
+    @classmethod
+    def of(
+        cls, config: EngineConfig, max_model_len: int, vocab_size: int, kv_tokens: int
+    ) -> RequestLimits:
+        """Those of a configuration, and of what has been started from it."""
+        options, sizes = config.sampling, (max_model_len, vocab_size, kv_tokens)
+        most = (options.max_logprobs, options.max_logit_bias, options.max_stop_ids)
+        return cls(*sizes, config.server.max_n, *most)
 
 
 def build_requests(

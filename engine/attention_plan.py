@@ -132,9 +132,7 @@ class AttentionPlanner:
                 self._workspace,
                 torch.cuda.get_device_properties(self._device).multi_processor_count,
             )
-        return attention_cuda.FlashInferDecode(
-            self._part(bucket, kernel, False, num_rows, num_rows, window)
-        )
+        return self._part(bucket, kernel, False, num_rows, num_rows, window)
 
     def _part(
         self,

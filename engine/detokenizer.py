@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from engine.tokenizer import Tokenizer
 
@@ -21,33 +20,24 @@ _REPLACEMENT = "\ufffd"
 _PROMPT_TAIL = 6
 
 
-class _Decoder(Protocol):
-    def add(self, token_ids: Sequence[int]) -> str:
-        """The characters that these ids complete."""
-
-    def flush(self) -> str:
-        """What an unfinished character decodes to."""
-
-
 class _ByteDecoder:
     """For byte-level BPE, where each token is a fixed string of bytes."""
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
-        self._bytes = tokenizer.token_bytes
-        self._skipped: frozenset[int] = (
-            tokenizer.special_ids if skip_special_tokens else frozenset()
-        )
+    def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int]) -> None:
+        self._bytes, self._skipped = tokenizer.token_bytes, skipped
         self._decode: Callable[[bytes, bool], str] = codecs.getincrementaldecoder("utf-8")(
             "replace"
         ).decode
 
     def add(self, token_ids: Sequence[int]) -> str:
+        """The characters that these ids complete."""
         data, skipped = self._bytes, self._skipped
         if len(token_ids) == 1 and token_ids[0] not in skipped:
             return self._decode(data(token_ids[0]), False)
         return self._decode(b"".join([data(i) for i in token_ids if i not in skipped]), False)
 
     def flush(self) -> str:
+        """What an unfinished character decodes to."""
         return self._decode(b"", True)
 
 
@@ -62,12 +52,9 @@ class _WindowDecoder:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, skip_special_tokens: bool, prompt_ids: Sequence[int]
+        self, tokenizer: Tokenizer, skipped: frozenset[int], prompt_ids: Sequence[int]
     ) -> None:
-        self._tokenizer = tokenizer
-        self._skipped: frozenset[int] = (
-            tokenizer.special_ids if skip_special_tokens else frozenset()
-        )
+        self._tokenizer, self._skipped = tokenizer, skipped
         tail = prompt_ids[-_PROMPT_TAIL:]
         self._ids = [i for i in tail if i not in self._skipped and tokenizer.token_bytes(i)]
         self._read = len(self._ids)
@@ -191,10 +178,11 @@ class Detokenizer:
         prompt_ids: Sequence[int] = (),
         min_tokens: int = 0,
     ) -> None:
-        self._decoder: _Decoder = (
-            _ByteDecoder(tokenizer, skip_special_tokens)
+        skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
+        self._decoder: _ByteDecoder | _WindowDecoder = (
+            _ByteDecoder(tokenizer, skipped)
             if tokenizer.byte_level
-            else _WindowDecoder(tokenizer, skip_special_tokens, prompt_ids)
+            else _WindowDecoder(tokenizer, skipped, prompt_ids)
         )
         self._matcher = StopMatcher(stop) if stop else None
         self._min_tokens = min_tokens

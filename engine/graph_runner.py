@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.attention_plan import AttentionPlanner
 from engine.compile_jobs import VARIANTS, hint
 from engine.compiled import CompileLog
 from engine.graph_programs import Counters, Program, StepTensors
@@ -29,16 +30,6 @@ from models.inputs import StepInputs
 from models.sampling import admit
 
 _POLL_S = 0.02
-
-
-class Planner(Protocol):
-    """Host work of attention that must precede a step (FlashInfer's plan); none on a CPU."""
-
-    def plan(self, bucket: Bucket, batch: ScheduledBatch) -> None:
-        """Plan the step's attention for the bucket's graph. Enqueues copies, waits for nothing."""
-
-    def close(self) -> None:
-        """Free what the plans hold."""
 
 
 class Pending(Protocol):
@@ -96,7 +87,7 @@ class GraphRunner:
         tensors: what the programs read and mutate.
         buckets: of both kinds, in ascending order of tokens within a kind.
         device: where the tensors are.
-        planner: attention's host work, or None.
+        planner: attention's host work; None on a CPU.
         is_graph: the programs replay compiled graphs (False for `compile.backend: eager`).
         log: of what the programs compile.
     """
@@ -107,7 +98,7 @@ class GraphRunner:
         tensors: StepTensors,
         buckets: Sequence[Bucket],
         device: torch.device,
-        planner: Planner | None,
+        planner: AttentionPlanner | None,
         is_graph: bool,
         log: CompileLog,
     ) -> None:

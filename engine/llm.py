@@ -154,15 +154,9 @@ class LLM:
             self.engine = start_engine(config, display.update)
         resolved = self.engine.config
         self._progress = config.log.progress
-        self._limits = RequestLimits(
-            max_model_len=resolved.model.max_model_len,
-            vocab_size=self.engine.model.vocab_size,
-            kv_tokens=self.engine.num_pages * resolved.kv.page_size,
-            max_n=resolved.server.max_n,
-            max_logprobs=resolved.sampling.max_logprobs,
-            max_logit_bias=resolved.sampling.max_logit_bias,
-            max_stop_ids=resolved.sampling.max_stop_ids,
-        )
+        length, vocab_size = resolved.model.max_model_len, self.engine.model.vocab_size
+        kv_tokens = self.engine.num_pages * resolved.kv.page_size
+        self._limits = RequestLimits.of(resolved, length, vocab_size, kv_tokens)
         self._ids = itertools.count()
         self._closed = False
 

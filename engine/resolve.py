@@ -259,16 +259,10 @@ def _all_reduce(options: ParallelOptions, device: str, one_host: bool) -> str:
 def _attention(
     config: EngineConfig, device: str, capability: tuple[int, int] | None
 ) -> dict[str, str]:
-    kernels = {"decode": config.attention.decode, "extend": config.attention.extend}
-    if device == "cpu":
-        for key, kernel in kernels.items():
-            if kernel not in ("auto", "reference"):
-                raise ConfigError(
-                    f"attention.{key}: got {kernel}, allowed: auto or reference, on a CPU"
-                )
-        return dict.fromkeys(kernels, "reference")
-    extend = "mixed" if capability == _HOPPER else "fa2"
-    return {"decode": _or(kernels["decode"], "triton"), "extend": _or(kernels["extend"], extend)}
+    options = config.attention
+    on_gpu = ("triton", "mixed" if capability == _HOPPER else "fa2")
+    decode, extend = on_gpu if device == "cuda" else ("reference", "reference")
+    return {"decode": _or(options.decode, decode), "extend": _or(options.extend, extend)}
 
 
 def settings_of(config: EngineConfig, resolved: ResolvedConfig) -> dict[str, str]:

@@ -38,20 +38,6 @@ class _ByteOfCharacter(dict[int, int]):
 _BYTE_OF_CHARACTER = _ByteOfCharacter()
 
 
-def check_text(text: str, param: str | None) -> None:
-    """Refuse a text that is not Unicode.
-
-    Raises:
-        InvalidRequest: it holds half a surrogate pair; names `param`.
-    """
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise InvalidRequest(
-            "the text holds half a surrogate pair, which is no character", param=param
-        ) from None
-
-
 class Tokenizer:
     """One model's tokenizer.
 
@@ -104,7 +90,12 @@ class Tokenizer:
         Raises:
             InvalidRequest: the text holds half a surrogate pair; names `param`.
         """
-        check_text(text, param)
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise InvalidRequest(
+                "the text holds half a surrogate pair, which is no character", param=param
+            ) from None
         # The fast call leaves out offsets, which nobody here wants, and releases the GIL.
         (encoded,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoded.ids

@@ -110,7 +110,7 @@ def test_broken_bytes_outside_byte_level_hold_back_little(ids: list[int]) -> Non
     for token_id in ids:
         detokenizer.add([token_id])
         decoder = detokenizer._decoder
-        assert len(decoder._ids) - decoder._read < 5  # type: ignore[attr-defined]
+        assert len(decoder._ids) - decoder._read < 5  # type: ignore[union-attr]
 
 
 def reference(text: str, stop: list[str]) -> tuple[str, str | None]:

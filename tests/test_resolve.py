@@ -163,7 +163,10 @@ def test_no_compiler_means_eager_with_a_warning(caplog: pytest.LogCaptureFixture
     [
         ({"device": "cuda"}, "device: got cuda, allowed: cpu or auto"),
         ({"model": {"path": "x", "max_model_len": 2049}}, "got 2049, allowed: at most 2048"),
-        ({"attention": {"extend": "fa2"}}, "attention.extend: got fa2, allowed: auto or reference"),
+        (
+            {"attention": {"extend": "fa2"}},
+            "attention.extend: got 'fa2', allowed: auto or reference",
+        ),
         (
             {"compile": {"decode_buckets": [32]}, "scheduler": {"max_step_tokens": 31}},
             "scheduler.max_step_tokens: got 31, allowed: at least scheduler.max_running = 32",

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive
 
 from engine.server.deltas import Delta
-from engine.server.logprobs import chat_logprobs, completion_logprobs
+from engine.server.logprobs import logprobs_of
 from engine.server.protocol import Job
 from engine.server.run import Run
 from engine.server.stream import close_on_disconnect, usage
@@ -66,16 +66,12 @@ def _join(parts: Sequence[Delta]) -> Delta:
 
 
 def _choice(job: Job, index: int, delta: Delta, tokenizer: Tokenizer) -> dict[str, Any]:
-    logprobs: dict[str, Any] | None = None
-    if job.params.logprobs is not None:
-        shape = chat_logprobs if job.kind == "chat" else completion_logprobs
-        logprobs = shape(delta, tokenizer)
     choice: dict[str, Any] = {"index": index}
     if job.kind == "chat":
         choice["message"] = {"role": "assistant", "content": delta.text, "refusal": None}
     else:
         choice["text"] = delta.text
-    choice["logprobs"] = logprobs
+    choice["logprobs"] = logprobs_of(job, delta, tokenizer)
     choice["finish_reason"] = delta.finish_reason
     if job.return_token_ids:
         choice["token_ids"] = delta.token_ids

@@ -9,12 +9,10 @@ from dataclasses import dataclass, field
 
 from engine.detokenizer import Detokenizer
 from engine.open_requests import Choice
-from engine.request import FINISH_STOP, TokenLogprobs
+from engine.request import FINISH_LENGTH, FINISH_STOP, TokenLogprobs
 from engine.server.prompts import Prompt
 from engine.server.protocol import Job
 from engine.tokenizer import Tokenizer
-
-FINISH_LENGTH = "length"
 
 
 @dataclass(slots=True)

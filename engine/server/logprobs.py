@@ -6,10 +6,18 @@ from typing import Any
 
 from engine.request import TokenLogprobs
 from engine.server.deltas import Delta
+from engine.server.protocol import Job
 from engine.tokenizer import Tokenizer
 
 
-def completion_logprobs(delta: Delta, tokenizer: Tokenizer) -> dict[str, Any]:
+def logprobs_of(job: Job, delta: Delta, tokenizer: Tokenizer) -> dict[str, Any] | None:
+    """In the shape of the job's answer; None where they were not asked for."""
+    if job.params.logprobs is None:
+        return None
+    return (_chat if job.kind == "chat" else _completion)(delta, tokenizer)
+
+
+def _completion(delta: Delta, tokenizer: Tokenizer) -> dict[str, Any]:
     """`{tokens, token_logprobs, top_logprobs, text_offset}` of /v1/completions."""
     text = tokenizer.token_text
     return {
@@ -32,7 +40,7 @@ def _alternatives(token_id: int, entry: TokenLogprobs, tokenizer: Tokenizer) -> 
     return result
 
 
-def chat_logprobs(delta: Delta, tokenizer: Tokenizer) -> dict[str, Any]:
+def _chat(delta: Delta, tokenizer: Tokenizer) -> dict[str, Any]:
     """`{content: [{token, logprob, bytes, top_logprobs}]}` of /v1/chat/completions."""
     content = []
     for token_id, entry in zip(delta.logprob_ids, delta.logprobs, strict=True):

@@ -40,6 +40,11 @@ from engine.tokenizer import Tokenizer
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's, of /v1/completions
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _SEEDS = 2**64
+# Fields that are no business of ours: what their numbers may be, admission says.
+_AS_GIVEN = (
+    *("n", "temperature", "top_p", "top_k", "min_p", "priority"),
+    *("frequency_penalty", "presence_penalty", "repetition_penalty"),
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,15 +64,9 @@ class Context:
     @property
     def limits(self) -> RequestLimits:
         """For engine/admission.py."""
-        return RequestLimits(
-            max_model_len=self.ready.max_model_len,
-            vocab_size=self.ready.vocab_size,
-            kv_tokens=self.ready.num_pages * self.ready.page_size,
-            max_n=self.config.server.max_n,
-            max_logprobs=self.config.sampling.max_logprobs,
-            max_logit_bias=self.config.sampling.max_logit_bias,
-            max_stop_ids=self.config.sampling.max_stop_ids,
-        )
+        ready = self.ready
+        kv_tokens = ready.num_pages * ready.page_size
+        return RequestLimits.of(self.config, ready.max_model_len, ready.vocab_size, kv_tokens)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -319,20 +318,10 @@ def _sampling_params(
             f"min_tokens: got {min_tokens}, allowed: at most max_tokens, which is {max_tokens}",
             param="min_tokens",
         )
-    given = {
-        "n": request.n,
-        "temperature": request.temperature,
-        "top_p": request.top_p,
-        "top_k": request.top_k,
-        "min_p": request.min_p,
-        "frequency_penalty": request.frequency_penalty,
-        "presence_penalty": request.presence_penalty,
-        "repetition_penalty": request.repetition_penalty,
-        "priority": request.priority,
-    }
+    given = {name: getattr(request, name) for name in _AS_GIVEN}
     known = {name: value for name, value in given.items() if value is not None}
     params = SamplingParams(
-        **{**tokenizer.sampling_defaults, **known},  # type: ignore[arg-type]
+        **{**tokenizer.sampling_defaults, **known},
         max_tokens=max_tokens,
         seed=secrets.randbelow(_SEEDS) if request.seed is None else request.seed,
         logit_bias=_logit_bias(request.logit_bias, config.sampling.max_logit_bias),

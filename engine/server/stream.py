@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 from starlette.responses import Response
@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 from engine.errors import FullgraphError
 from engine.server.deltas import Delta
 from engine.server.errors import error_body, error_response
-from engine.server.logprobs import chat_logprobs, completion_logprobs
+from engine.server.logprobs import logprobs_of
 from engine.server.protocol import Job
 from engine.server.run import Run
 from engine.tokenizer import Tokenizer
@@ -42,21 +42,15 @@ def usage(job: Job, num_completion_tokens: int) -> dict[str, int]:
     }
 
 
-class Frames(Protocol):
+class Frames:
     """Bytes of the events of one answer."""
 
-    def deltas(self, batch: Sequence[tuple[int, Delta]]) -> bytes:
-        """What is new, as (index, delta)."""
+    kind = "text_completion"
 
-    def usage(self, counts: dict[str, int]) -> bytes:
-        """The last chunk: no choices, the usage."""
-
-
-class _Frames:
-    def __init__(self, job: Job, answer_id: str, tokenizer: Tokenizer, kind: str) -> None:
+    def __init__(self, job: Job, answer_id: str, tokenizer: Tokenizer) -> None:
         self._job, self._tokenizer = job, tokenizer
-        head = {"id": answer_id, "object": kind, "created": int(time.time()), "model": job.model}
-        self._head = b"data: " + _encode(head)[:-1] + b',"choices":['
+        head = {"id": answer_id, "object": self.kind, "created": int(time.time())}
+        self._head = b"data: " + _encode({**head, "model": job.model})[:-1] + b',"choices":['
         self._choice = self._head + b'{"index":'
         # With include_usage every chunk has the field, null up to the last one.
         self._tail = b"]%s}\n\n" % (b',"usage":null' if job.include_usage else b"")
@@ -64,15 +58,18 @@ class _Frames:
         self._has_more = job.return_token_ids or job.params.logprobs is not None
 
     def deltas(self, batch: Sequence[tuple[int, Delta]]) -> bytes:
+        """What is new, as (index, delta)."""
         if len(batch) == 1:
             return self._delta(*batch[0])
         return b"".join([self._delta(index, delta) for index, delta in batch])
 
-    def _delta(self, index: int, delta: Delta) -> bytes:
-        raise NotImplementedError
+    def usage(self, counts: dict[str, int]) -> bytes:
+        """The last chunk: no choices, the usage."""
+        return b'%s],"usage":%s}\n\n' % (self._head, _encode(counts))
 
-    def _logprobs(self, delta: Delta) -> dict[str, Any]:
-        raise NotImplementedError
+    def _delta(self, index: int, delta: Delta) -> bytes:
+        text, end = _encode(delta.text), self._end(delta)
+        return b'%s%d,"text":%s%s' % (self._choice, index, text, end)
 
     def _end(self, delta: Delta) -> bytes:
         """What follows the text; nearly always the same."""
@@ -82,42 +79,23 @@ class _Frames:
         ids = b""
         if self._job.return_token_ids:
             ids = b',"token_ids":' + _encode(delta.token_ids)
-        asked = self._job.params.logprobs is not None
-        logprobs = _encode(self._logprobs(delta)) if asked else b"null"
+        logprobs = _encode(logprobs_of(self._job, delta, self._tokenizer))
         return b',"logprobs":%s,"finish_reason":%s%s}%s' % (logprobs, reason, ids, self._tail)
 
-    def usage(self, counts: dict[str, int]) -> bytes:
-        return b'%s],"usage":%s}\n\n' % (self._head, _encode(counts))
 
-
-class CompletionFrames(_Frames):
-    """Chunks of /v1/completions."""
-
-    def __init__(self, job: Job, answer_id: str, tokenizer: Tokenizer) -> None:
-        super().__init__(job, answer_id, tokenizer, "text_completion")
-
-    def _delta(self, index: int, delta: Delta) -> bytes:
-        text, end = _encode(delta.text), self._end(delta)
-        return b'%s%d,"text":%s%s' % (self._choice, index, text, end)
-
-    def _logprobs(self, delta: Delta) -> dict[str, Any]:
-        return completion_logprobs(delta, self._tokenizer)
-
-
-class ChatFrames(_Frames):
+class ChatFrames(Frames):
     """Chunks of /v1/chat/completions; a choice's first one says whose words they are."""
 
+    kind = "chat.completion.chunk"
+
     def __init__(self, job: Job, answer_id: str, tokenizer: Tokenizer) -> None:
-        super().__init__(job, answer_id, tokenizer, "chat.completion.chunk")
+        super().__init__(job, answer_id, tokenizer)
         self._begun: set[int] = set()
 
     def _delta(self, index: int, delta: Delta) -> bytes:
         content = b'{"content":%s}' % _encode(delta.text) if delta.text else b"{}"
         frame = b'%s%d,"delta":%s%s' % (self._choice, index, content, self._end(delta))
         return frame if index in self._begun else self._role(index) + frame
-
-    def _logprobs(self, delta: Delta) -> dict[str, Any]:
-        return chat_logprobs(delta, self._tokenizer)
 
     def _role(self, index: int) -> bytes:
         self._begun.add(index)
@@ -127,8 +105,7 @@ class ChatFrames(_Frames):
 
 def frames(job: Job, answer_id: str, tokenizer: Tokenizer) -> Frames:
     """The frames of a job's shape."""
-    shape = ChatFrames if job.kind == "chat" else CompletionFrames
-    return shape(job, answer_id, tokenizer)
+    return (ChatFrames if job.kind == "chat" else Frames)(job, answer_id, tokenizer)
 
 
 class EventStream(Response):

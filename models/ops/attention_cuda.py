@@ -186,9 +186,8 @@ class FlashInferPart:
     ) -> None:
         zeros = partial(torch.zeros, dtype=torch.int32, device=float_workspace.device)
         self.float_workspace, self.int_workspace = float_workspace, int_workspace
-        self.plan_info: Any = (
-            None  # what the last plan returned; the planner checks that it never changes
-        )
+        # What the last plan returned; the planner checks that it never changes.
+        self.plan_info: Any = None
         self._run, self._backend, self._chunks, self._window = run, backend, chunks, window
         self._page_size = page_size
         self._qo_indptr = torch.arange(num_rows + 1, out=zeros(num_rows + 1))
@@ -208,9 +207,11 @@ class FlashInferPart:
             self._qo_indptr if self._chunks else None,
         )
 
-    def run(self, q_THD: Tensor, kv_layer: Tensor, scale: float, out_THD: Tensor) -> None:
+    def run(
+        self, q_THD: Tensor, kv_layer: Tensor, rows: Rows, scale: float, out_THD: Tensor
+    ) -> None:
         """Write the attention of the part's rows into `out_THD`; the fa2 chunks part zeroes decode
-        rows.
+        rows, a decode part's padding attends to one zero token of page 0.
         """
         assert self.plan_info is not None, "a FlashInfer part ran before it was planned"
         args = [
@@ -241,21 +242,6 @@ class FlashInferPart:
             # of v, items
             args += [None, None, None, None, 0.0, scale, 1.0, 0]
         self._run(*args)
-
-
-@dataclass(frozen=True, eq=False)
-class FlashInferDecode:
-    """All rows decode; padding attends to one zero token of page 0."""
-
-    part: FlashInferPart
-
-    def prepare(self, rows: Rows) -> None:
-        self.part.prepare(rows)
-
-    def run(
-        self, q_THD: Tensor, kv_layer: Tensor, rows: Rows, scale: float, out_THD: Tensor
-    ) -> None:
-        self.part.run(q_THD, kv_layer, scale, out_THD)
 
 
 class TritonDecode:
@@ -388,7 +374,7 @@ class Extend:
     def run(
         self, q_THD: Tensor, kv_layer: Tensor, rows: Rows, scale: float, out_THD: Tensor
     ) -> None:
-        self.chunks.run(q_THD, kv_layer, scale, out_THD)
+        self.chunks.run(q_THD, kv_layer, rows, scale, out_THD)
         if isinstance(self.decode, TritonDecode):
             self.decode.run(q_THD, kv_layer, rows, scale, out_THD)
             return
