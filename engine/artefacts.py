@@ -18,17 +18,17 @@ from pathlib import Path
 
 import torch
 
-from compile_cache import (
+from compile_cache.aot import settle_triton
+from compile_cache.fingerprint import (
     Fingerprint,
-    Session,
-    Store,
     compile_config,
     flatten,
     machine_parts,
-    settle_triton,
-    settle_vector_isa,
     source_digest,
 )
+from compile_cache.session import Session
+from compile_cache.store import Store
+from compile_cache.vector_isa import settle_vector_isa
 from engine.config import EngineConfig
 from engine.errors import ModelError
 from engine.resolve import ResolvedConfig, resolve

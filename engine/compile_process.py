@@ -23,7 +23,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from compile_cache import Job, Session, run_jobs
+from compile_cache.session import Session
+from compile_cache.warmup import Job, run_jobs
 from engine.artefacts import Prepared, open_cache, prepare
 from engine.compile_jobs import VARIANTS, CompileJob, compile_jobs
 from engine.config import EngineConfig

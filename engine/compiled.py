@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compile_cache import AotFunction, Session, compile_or_load
+from compile_cache.aot import AotFunction, compile_or_load
+from compile_cache.session import Session
 from engine.scheduler.batch import Kind
 from models.inputs import KVCache, StepInputs
 from models.layers import Rows

@@ -18,7 +18,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Sequence
 
-from compile_cache import Session
+from compile_cache.session import Session
 from engine.compile_jobs import compile_jobs
 from engine.config import EngineConfig
 from engine.machine import physical_cores

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from compile_cache import Session
+from compile_cache.session import Session
 from engine.graph_programs import StepTensors
 from engine.resolve import ResolvedConfig
 from engine.step_compiler import build_runner, few_layers

@@ -17,7 +17,8 @@ from pathlib import Path
 
 import torch
 
-from compile_cache import Session, preload
+from compile_cache.aot import preload
+from compile_cache.session import Session
 from engine.artefacts import Prepared, open_cache, prepare
 from engine.attention_plan import chunk_wave
 from engine.compile_jobs import VARIANTS

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from compile_cache import Session
+from compile_cache.session import Session
 from engine.attention_plan import AttentionPlanner
 from engine.compile_jobs import VARIANTS
 from engine.compiled import CompiledFunction, CompileLog, CompileSettings

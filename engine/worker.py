@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from compile_cache import Session
+from compile_cache.session import Session
 from engine.compile_jobs import VARIANTS
 from engine.compiled import CompileLog
 from engine.compiler import LOW_PRIORITY, Compiler

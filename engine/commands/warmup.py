@@ -10,7 +10,9 @@ import os
 import time
 from pathlib import Path
 
-from compile_cache import CacheError, Miss, export, format_size, import_, jobs_table, part_table
+from compile_cache.archive import export, import_
+from compile_cache.store import CacheError, Miss, format_size, part_table
+from compile_cache.warmup import jobs_table
 from engine.artefacts import Prepared, fingerprint_of, open_cache, prepare, store_of
 from engine.compile_jobs import VARIANTS, compile_jobs
 from engine.compiler import Compiler

@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import TCPStore
 from torch.multiprocessing.spawn import spawn
 
 from bench.server_process import free_port
-from compile_cache import Hit
+from compile_cache.store import Hit
 from engine import cli, rank_process
 from engine.artefacts import fingerprint_of, prepare, store_of
 from engine.config import EngineConfig, ModelOptions, ParallelOptions, load_config
