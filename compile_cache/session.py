@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import secrets
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -43,7 +44,7 @@ from compile_cache.manifest import (
 Warn = Callable[[str], None]
 
 BLOBS, INDUCTOR, TRITON = "blobs", "inductor", "triton"
-WORK, LOCK = "work", "lock"
+WORK, GUARD, LOCK, BUILD = "work", "guard", "lock", "build"
 # A seal takes well under a second; a holder that needs longer has a sick disk.
 _LOCK_TIMEOUT_S = 30.0
 # Torch needs room to compile even when nothing is kept; below this a temporary folder elsewhere is
@@ -157,6 +158,24 @@ class Session:
             self._warn(f"compile cache: {self._entry} was not updated ({error})")
             return False
         return True
+
+    @contextlib.contextmanager
+    def building(self, waits: Callable[[], None]) -> Iterator[None]:
+        """Around building all that the entry lacks: one process at a time. Another one waits, after
+        a call of `waits`, and begins with what that one has made. The lock dies with its holder.
+
+        Raises:
+            OSError: the disk refuses.
+        """
+        make_folder(self._entry)
+        free = try_lock(self._entry / BUILD)
+        if free is None:
+            waits()
+        else:
+            os.close(free)
+        with locked(self._entry / BUILD, math.inf):
+            self.refresh()
+            yield
 
     def can_keep(self) -> bool:
         """Whether `seal` would work; a warning says why not."""
@@ -308,9 +327,9 @@ class Session:
         if shutil.disk_usage(base).free < _LEAST_FREE_BYTES:
             raise OSError(f"{base} has less than {_LEAST_FREE_BYTES >> 20} MiB free")
         work = base / f"{os.getpid()}-{secrets.token_hex(4)}"
+        sweep_work(base)
         # The guard keeps another process from sweeping a lock that was made and is not held yet.
-        with locked(base / "guard", _LOCK_TIMEOUT_S):
-            _sweep_work(base)
+        with locked(base / GUARD, _LOCK_TIMEOUT_S):
             self._lock = try_lock(work.with_suffix(".lock"))
         work.mkdir(mode=0o700)
         for name in (BLOBS, INDUCTOR, TRITON):
@@ -323,12 +342,13 @@ def is_live(entry: Path) -> bool:
     return any(_is_held(lock) for lock in (entry / WORK).glob("*.lock"))
 
 
-def _sweep_work(base: Path) -> None:
-    """Remove work folders of processes that died."""
-    for lock in base.glob("*.lock"):
-        if not _is_held(lock):
-            shutil.rmtree(lock.with_suffix(""), ignore_errors=True)
-            lock.unlink(missing_ok=True)
+def sweep_work(base: Path) -> None:
+    """Remove work folders of processes that died, as far as the disk allows."""
+    with contextlib.suppress(OSError), locked(base / GUARD, _LOCK_TIMEOUT_S):
+        for lock in base.glob("*.lock"):
+            if not _is_held(lock):
+                shutil.rmtree(lock.with_suffix(""), ignore_errors=True)
+                lock.unlink(missing_ok=True)
 
 
 def _is_held(lock: Path) -> bool:

@@ -20,7 +20,7 @@ from pathlib import Path
 from compile_cache.files import locked
 from compile_cache.fingerprint import Difference, Fingerprint, explain, shown
 from compile_cache.manifest import MANIFEST, OBJECTS, Damaged, Manifest, read_manifest, read_object
-from compile_cache.session import LOCK, Session, Warn, is_live
+from compile_cache.session import LOCK, WORK, Session, Warn, is_live, sweep_work
 
 _LOCK_TIMEOUT_S = 5.0
 
@@ -127,8 +127,8 @@ class Store:
         return Hit(manifest, damaged)
 
     def open(self, fingerprint: Fingerprint) -> Session:
-        """Open the entry, whether it exists or not. Never raises because of the disk: see
-        Session.work.
+        """Open the entry, whether it exists or not; what killed processes left in any entry goes.
+        Never raises because of the disk: see Session.work.
         """
         entry = self.path(fingerprint)
         found = None
@@ -141,6 +141,8 @@ class Store:
             self.warn(f"compile cache: starting without {entry}: {error}")
         except OSError:
             pass  # a read-only cache is used all the same; only the time of its use is not noted
+        for work in self.root.glob(f"*/{WORK}"):
+            sweep_work(work)
         return Session(entry, fingerprint, found, self.warn)
 
     def path(self, fingerprint: Fingerprint) -> Path:

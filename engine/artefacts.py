@@ -11,8 +11,6 @@ import atexit
 import dataclasses
 import logging
 import os
-import shutil
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +27,7 @@ from compile_cache.fingerprint import (
 from compile_cache.session import Session
 from compile_cache.store import Store
 from compile_cache.vector_isa import settle_vector_isa
+from engine import scratch
 from engine.config import EngineConfig
 from engine.errors import ModelError
 from engine.resolve import ResolvedConfig, resolve
@@ -127,9 +126,9 @@ def open_cache(prepared: Prepared) -> Session:
     config = prepared.config
     store = store_of(config)
     if not config.compile.cache:
-        folder = tempfile.mkdtemp(prefix="fullgraph-")
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        store = Store(Path(folder), logger.warning)
+        folder = scratch.make_folder()
+        atexit.register(scratch.remove_folder, folder)
+        store = Store(folder, logger.warning)
     session = store.open(fingerprint_of(prepared))
     if not session.manifest.files:
         store.prune(_KEPT_ENTRIES)

@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 
 from engine.errors import FullgraphError
 from engine.quick_import import import_quickly
@@ -101,6 +102,17 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
+def _import(module: str) -> ModuleType:
+    """A verb's module. Ctrl-C ends the process meanwhile: numpy and torch would swallow the
+    exception, half imported.
+    """
+    before = signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
+    try:
+        return import_quickly(module)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a verb.
 
@@ -114,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if launched_rank():  # torchrun's, and not rank 0: whatever the verb, this process follows
         os.execv(sys.executable, [sys.executable, "-m", "engine.rank_process"])
     try:
-        status: int = import_quickly(_COMMANDS[args.verb]).run(args)
+        status: int = _import(_COMMANDS[args.verb]).run(args)
     except FullgraphError as error:
         print(f"fullgraph: {error}", file=sys.stderr)
         return USER_MISTAKE

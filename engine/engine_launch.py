@@ -6,13 +6,13 @@ is said to it.
 
 from __future__ import annotations
 
-import tempfile
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import yaml
 
+from engine import scratch
 from engine.config import EngineConfig
 from engine.engine_transport import ProcessTransport
 from engine.quick_import import command
@@ -25,6 +25,8 @@ def launched(
 ) -> Iterator[ProcessTransport]:
     """An engine process that is starting; it is ended with the context, if it has not ended.
 
+    Until whoever uses it handles signals, SIGINT and SIGTERM end both processes at once.
+
     Args:
         config: of the whole server.
         module: what to run as the engine's process.
@@ -32,25 +34,21 @@ def launched(
     Raises:
         EngineDead: it cannot be started.
     """
-    with _config_file(config) as file:
-        words = [module, "--config", str(file)]
-        ranks = config.parallel.tp - 1
-        if ranks and launched_rank() is None:
-            words = ["engine.early_ranks", str(ranks), *words]
-        transport = ProcessTransport(command(*words))
-        transport.start()
-        try:
-            yield transport
-        finally:
-            transport.kill()
-
-
-@contextmanager
-def _config_file(config: EngineConfig) -> Iterator[Path]:
-    """The configuration as the engine process reads it, in a file that only we can read."""
     tree = config.model_dump(mode="json")
     del tree["server"]  # no business of the engine's, and holds the key
-    with tempfile.NamedTemporaryFile("w", prefix="fullgraph-", suffix=".yaml") as file:
-        yaml.safe_dump(tree, file)
-        file.flush()
-        yield Path(file.name)
+    folder = scratch.make_folder()
+    file = folder / "engine.yaml"
+    file.write_text(yaml.safe_dump(tree), encoding="utf-8")
+    words = [module, "--config", str(file)]
+    ranks = config.parallel.tp - 1
+    if ranks and launched_rank() is None:
+        words = ["engine.early_ranks", str(ranks), *words]
+    transport = ProcessTransport(command(*words))
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, transport.exit_now)
+    try:
+        transport.start()
+        yield transport
+    finally:
+        transport.kill()
+        scratch.remove_folder(folder)

@@ -10,10 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
-import tempfile
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Protocol
 import msgspec
 import zmq
 
+from engine import scratch
 from engine.errors import EngineDead
 from engine.request import FromEngine, ToEngine
 
@@ -31,8 +31,7 @@ OnExit = Callable[[str], None]
 # How long after the process's end its last messages may take to come through the socket.
 _LAST_MESSAGES_S = 0.2
 _TERMINATE_S = 5.0
-# A socket's path has 107 characters at most.
-_LONGEST_FOLDER = 80
+_SHOW_CURSOR = b"\x1b[?25h"
 
 
 class Transport(Protocol):
@@ -86,9 +85,7 @@ class ProcessTransport:
         Raises:
             EngineDead: it cannot be started.
         """
-        short = len(tempfile.gettempdir()) < _LONGEST_FOLDER
-        folder = tempfile.mkdtemp(prefix="fullgraph-", dir=None if short else "/tmp")
-        self._folder = Path(folder)  # mode 0700
+        self._folder = scratch.make_folder()
         address = f"ipc://{self._folder}/engine"
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PAIR)
@@ -186,6 +183,16 @@ class ProcessTransport:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
+    def exit_now(self, sig: int, frame: object = None) -> None:
+        """A signal's handler: end this process and the engine's at once, whatever they are at. An
+        exception could be swallowed by what is interrupted, or be shown.
+        """
+        self.kill()
+        scratch.remove_all()
+        if sys.stderr.isatty():  # progress bars hide it
+            os.write(2, _SHOW_CURSOR)
+        os._exit(128 + sig)
+
     def _free(self) -> None:
         if self._socket is not None and self._context is not None:
             if self._descriptor is not None:
@@ -194,4 +201,4 @@ class ProcessTransport:
             self._context.term()
             self._socket = None
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            scratch.remove_folder(self._folder)

@@ -7,19 +7,18 @@ what is sent.
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from engine import scratch
+
 _Socket = zmq.Socket[bytes]
-# A socket's path has 107 characters at most.
-_LONGEST_FOLDER = 80
 _HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS = 1000, 15000
 _LAST_WORDS_MS = 1000
 
@@ -50,11 +49,10 @@ class LeaderLink:
     def __init__(self, ranks: Sequence[int], host: str | None) -> None:
         self._context: zmq.Context[_Socket] = zmq.Context()
         self._sockets = {rank: _pair(self._context, host is not None) for rank in ranks}
-        self._folder: str | None = None
+        self._folder: Path | None = None
         self.addresses: dict[int, str] = {}
         if host is None:
-            short = len(tempfile.gettempdir()) < _LONGEST_FOLDER
-            self._folder = tempfile.mkdtemp(prefix="fullgraph-", dir=None if short else "/tmp")
+            self._folder = scratch.make_folder()
         for rank, socket in self._sockets.items():
             if host is None:
                 self.addresses[rank] = f"ipc://{self._folder}/{rank}"
@@ -87,7 +85,7 @@ class LeaderLink:
     def unlink(self) -> None:
         """Remove the sockets' folder; whoever is connected stays so."""
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            scratch.remove_folder(self._folder)
 
     def close(self) -> None:
         """Close the sockets once nobody else uses them."""
@@ -97,8 +95,7 @@ class LeaderLink:
         for monitor in self._monitors:
             monitor.close()
         self._context.term()
-        if self._folder is not None:
-            self.unlink()
+        self.unlink()
 
 
 class FollowerLink:

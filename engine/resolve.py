@@ -63,9 +63,9 @@ class ResolvedAttention(AttentionOptions):
 
 
 class ResolvedParallel(ParallelOptions):
-    """`symmetric` only where ranks can have it."""
+    """`symmetric` only where ranks can have it; a CPU has `gloo`, whatever was asked for."""
 
-    all_reduce: Literal["nccl", "symmetric"]
+    all_reduce: Literal["nccl", "symmetric", "gloo"]  # type: ignore[assignment]
 
 
 class ResolvedScheduler(SchedulerOptions):
@@ -252,7 +252,9 @@ def _all_reduce(options: ParallelOptions, device: str, one_host: bool) -> str:
             "parallel.all_reduce: got symmetric, allowed: nccl or auto, unless all ranks are GPUs "
             "of one host"
         )
-    can = device == "cuda" and one_host and options.tp > 1
+    if device == "cpu":
+        return "gloo"
+    can = one_host and options.tp > 1
     return _or(options.all_reduce, "symmetric" if can else "nccl")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -134,6 +135,25 @@ def test_a_reader_that_leaves_is_no_error() -> None:
         process.stdout.close()
         assert process.stderr.read() == b""
     assert process.returncode == 141
+
+
+def test_ctrl_c_while_a_verb_is_imported() -> None:
+    """Not as an exception, which an extension module that is half imported may swallow."""
+    program = (
+        "import importlib, sys, time\n"
+        "from engine import cli\n"
+        "def swallow(name):\n"
+        "    print(name, flush=True)\n"
+        "    try: time.sleep(60)\n"
+        "    except BaseException: time.sleep(60)\n"
+        "importlib.import_module = swallow\n"
+        "sys.exit(cli.main(['generate', 'x.yaml']))\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=10) == 130
 
 
 def test_a_broken_configuration_is_one_line_and_status_2(write_config: Write) -> None:

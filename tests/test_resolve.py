@@ -191,6 +191,7 @@ def test_the_table_lists_what_was_auto() -> None:
     assert table["compile.decode_buckets"] == "1 2 4 8 16 24 ... 256 (35)"
     assert table["compile.extend_buckets"] == "64 128 256 300 (4)"
     assert table["compile.skinny_gemm"] == "false"
+    assert table["parallel.all_reduce"] == "gloo"
     assert table["model.max_model_len"] == "2048"
     assert "device" not in table and "scheduler.max_running" not in table
 
@@ -202,7 +203,7 @@ def test_all_reduce() -> None:
     assert resolved(two, cuda=True, one_host=False).parallel.all_reduce == "nccl"
     assert resolved(config_with(), cuda=True).parallel.all_reduce == "nccl"
     cpu = resolved(two)
-    assert (cpu.parallel.all_reduce, cpu.compile.threads) == ("nccl", 3)
+    assert (cpu.parallel.all_reduce, cpu.compile.threads) == ("gloo", 3)
     wanted = config_with(parallel={"tp": 2, "all_reduce": "symmetric"})
     for facts in ({"cuda": False}, {"cuda": True, "one_host": False}):
         with pytest.raises(ConfigError, match="all_reduce: got symmetric, allowed: nccl or auto"):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -63,20 +64,27 @@ def _compile(config: EngineConfig) -> None:
     prepared = prepare(config)
     with ProgressDisplay(config.log.progress) as display, open_cache(prepared) as cache:
         display.table("resolved", settings_of(config, prepared.config))
-        before = cache.jobs
-        if set(_names(prepared)) - before.keys() and not cache.can_keep():
-            raise CacheError("the cache cannot be written to; the warning above says why")
-        compiler = Compiler(config, prepared.config, cache)
-        compiler.start(VARIANTS, least_workers=1)
-        compiler.wait(VARIANTS, display.update)
+        names, before = _names(prepared), cache.jobs
+        if set(names) - before.keys():
+            if not cache.can_keep():
+                raise CacheError("the cache cannot be written to; the warning above says why")
+            with cache.building(_tell_of_another):
+                before = cache.jobs
+                compiler = Compiler(config, prepared.config, cache)
+                compiler.start(VARIANTS, least_workers=1)
+                compiler.wait(VARIANTS, display.update)
         after = cache.jobs
-    names = _names(prepared)
     print(jobs_table(names, before, after))
     size = store_of(config).size(fingerprint_of(prepared))
     print(f"{time.perf_counter() - begin:.1f} s; on disk: {format_size(size)}")
     missing = [name for name in names if name not in after]
     if missing:
         raise CacheError(f"not compiled: {', '.join(missing)}; the warnings above say why")
+
+
+def _tell_of_another() -> None:
+    text = "another warm-up fills this entry of the cache: waiting for it"
+    print(text, file=sys.stderr, flush=True)
 
 
 def _names(prepared: Prepared) -> list[str]:

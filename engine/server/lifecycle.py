@@ -1,7 +1,8 @@
 """The server as a process: its socket, the engine's process, signals, and the exit status.
 
 SIGTERM or Ctrl-C: /health says 503 at once, open requests finish within the drain timeout, exit 0.
-A second signal does not wait. The engine's end: every request ends with an error, exit 1.
+A second signal does not wait: exit 143 or 130. The engine's end: every request ends with an error,
+exit 1.
 """
 
 from __future__ import annotations
@@ -38,11 +39,14 @@ class DrainingServer(uvicorn.Server):
     Args:
         config: uvicorn's.
         service: told to drain; when it is over the server stops.
+        exit_now: called with a second signal.
     """
 
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+    def __init__(
+        self, config: uvicorn.Config, service: Service, exit_now: Callable[[int], None]
+    ) -> None:
         super().__init__(config)
-        self._service = service
+        self._service, self._exit_now = service, exit_now
         self._tasks: list[asyncio.Task[None]] = []
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -58,8 +62,7 @@ class DrainingServer(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Called by the interpreter, between any two instructions, on SIGTERM and SIGINT."""
         if not self.started or self._service.draining:
-            self.should_exit = self.force_exit = True
-            return
+            self._exit_now(sig)
         self._service.draining = True
         self._loop.call_soon_threadsafe(self._drain)
 
@@ -142,7 +145,8 @@ def run_server(
             app = make_app(client, display.ready)
             service: Service = app.state.service
             try:
-                DrainingServer(_uvicorn_config(config, app), service).run(sockets=[listener])
+                server = DrainingServer(_uvicorn_config(config, app), service, transport.exit_now)
+                server.run(sockets=[listener])
             finally:
                 transport.kill()
     return 0 if service.failure is None else 1

@@ -23,7 +23,7 @@ from compile_cache.fingerprint import Fingerprint
 from compile_cache.manifest import MANIFEST
 from compile_cache.session import LOCK, WORK, Session, is_live
 from compile_cache.store import Hit, Miss, Store, default_root, format_size
-from tests.compile_cache.entries import HERE, ROOT, Warnings, fill, objects
+from tests.compile_cache.entries import HERE, OTHER, ROOT, Warnings, fill, objects
 
 
 def fail_with(code: int) -> Any:
@@ -236,6 +236,9 @@ def test_killed_at_any_moment_the_entry_stays_sound(store: Store) -> None:
         hit = store.lookup(HERE)
         assert isinstance(hit, Hit) and not hit.damaged
         assert not is_live(store.path(HERE))
+        if delay == 0.03:  # whatever entry is opened next
+            store.open(OTHER).close()
+            assert {p.name for p in (store.path(HERE) / WORK).iterdir()} == {"guard"}
         with store.open(HERE) as session:
             assert session.get("decode/plain") == b"artefact" * 100
             for i in range(5):
@@ -249,6 +252,37 @@ def test_killed_at_any_moment_the_entry_stays_sound(store: Store) -> None:
             assert session.seal()
     wanted = {r.sha256 for r in session.manifest.files.values()}
     assert {p.name for p in objects(store)} == wanted
+
+
+BUILDER = """
+import sys, time; from pathlib import Path
+from compile_cache.store import Store; from tests.compile_cache.test_store import HERE
+with Store(Path(sys.argv[1])).open(HERE) as s:
+    with s.building(lambda: print("waits", flush=True)):
+        print(*s.jobs, flush=True)
+        sys.stdin.readline()
+        s.put("b", b"x"); s.finish_job("job", 1.0); s.seal()
+"""
+
+
+def start_builder(store: Store) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", BUILDER, str(store.root)]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True)
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_one_process_builds_and_another_waits_and_finds(store: Store, killed: bool) -> None:
+    with start_builder(store) as first:
+        assert first.stdin and first.stdout and first.stdout.readline() == "\n"
+        with start_builder(store) as second:
+            assert second.stdin and second.stdout and second.stdout.readline() == "waits\n"
+            if killed:
+                first.kill()
+            else:
+                first.stdin.close()
+            assert second.stdout.readline() == ("\n" if killed else "job\n")
+            second.kill()
 
 
 def test_a_lock_that_is_never_released_is_a_warning(

@@ -82,6 +82,7 @@ def serving(
         server = DrainingServer(
             uvicorn.Config(app, log_level="error", ws="none", timeout_graceful_shutdown=3),
             app.state.service,
+            sys.exit,
         )
         thread = threading.Thread(target=server.run, args=([listener],))
         thread.start()

@@ -7,6 +7,9 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -14,8 +17,11 @@ from typing import Any
 import httpx
 import pytest
 
+from engine import scratch
 from engine.errors import ConfigError
 from engine.server.lifecycle import listen
+from tests.conftest import ROOT
+from tests.server.fake_engine_process import ENVIRONMENT
 from tests.server.processes import children_of, gone
 from tests.server.servers import ServerProcess, wait_for_status
 
@@ -93,8 +99,10 @@ def test_a_second_signal_does_not_wait(tmp_path: Path) -> None:
 
         begin = time.monotonic()
         asyncio.run(open_streams(server.url, 240, interrupt_twice, count=2))
-        server.process.wait(timeout=10)
+        assert server.process.wait(timeout=10) == 130
         assert time.monotonic() - begin < 3 and gone(engine)
+        assert list(server.temporary.iterdir()) == []
+    assert "Traceback" not in "".join(server.lines)
 
 
 def test_killed_engine(tmp_path: Path) -> None:
@@ -140,12 +148,44 @@ def test_settings_are_shown_when_ready(tmp_path: Path) -> None:
         assert server.wait_for_line("kv.num_pages = 77")
 
 
-def test_a_killed_server_leaves_no_engine(tmp_path: Path) -> None:
+def test_a_killed_server_leaves_no_engine_and_its_files_to_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with ServerProcess(tmp_path, {}) as server:
         wait_for_status(server.url, 200)
         (engine,) = children_of(server.process.pid)
         server.process.kill()
         assert gone(engine)
+        assert len(list(server.temporary.iterdir())) == 2
+        monkeypatch.setattr(tempfile, "tempdir", str(server.temporary))
+        folder = scratch.make_folder()
+        assert list(server.temporary.iterdir()) == [folder]
+        scratch.remove_folder(folder)
+
+
+def test_ctrl_c_before_the_server_handles_it(tmp_path: Path) -> None:
+    """While FastAPI is imported, say, where an exception might be swallowed."""
+    code = (
+        "import time\n"
+        "from engine.config import EngineConfig\n"
+        "from engine.engine_launch import launched\n"
+        "config = EngineConfig(model={'path': 'x'})\n"
+        "with launched(config, 'tests.server.fake_engine_process') as transport:\n"
+        "    try:\n"
+        "        print(transport.pid, flush=True)\n"
+        "        time.sleep(60)\n"
+        "    except BaseException:\n"
+        "        time.sleep(60)\n"
+    )
+    environ = {**os.environ, ENVIRONMENT: "{}", "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, env=environ, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        engine = int(process.stdout.readline())
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=10) == 130
+    assert gone(engine) and list(tmp_path.iterdir()) == []
 
 
 def test_throughput(tmp_path: Path) -> None:
