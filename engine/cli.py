@@ -1,4 +1,4 @@
-"""The `fullgraph` command: a verb, a YAML file and `--set key.path=value`; no other knobs.
+"""The `fullgraph` command: a verb, a YAML file and `--set key.path=value`; hardly another knob.
 
 Knows the verbs and their arguments; what a verb does is in engine/commands/.
 """
@@ -43,6 +43,12 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"got {text}, allowed: an integer >= 1")
+    return int(text)
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The whole command line; imports nothing heavy."""
     parser = argparse.ArgumentParser(
@@ -81,6 +87,11 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_argument(
         "prompts", metavar="PROMPT", nargs="*",
         help="one is streamed, several are batched; none: standard input is the prompt",
+    )  # fmt: skip
+
+    generate.add_argument(
+        "--max-tokens", metavar="N", type=_positive,
+        help="most tokens of each continuation; default: 512, or half the context if that is less",
     )  # fmt: skip
 
     _add_config(verb("chat", "talk to the model in the terminal; /reset forgets, /exit ends"))

@@ -10,11 +10,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
 from engine import cli
-from engine.commands import bench, conversation
+from engine.commands import bench, conversation, generate
 from engine.errors import InvalidRequest, ModelError
 
 Write = Callable[..., Path]
@@ -62,6 +63,8 @@ def test_the_module_is_the_command() -> None:
         ["serve", "x.yaml", "--port", "3"],
         ["serve", "x.yaml", "--se", "a.b=c"],
         ["generate", "x.yaml", "Hi", "--temperature", "0"],
+        ["generate", "x.yaml", "Hi", "--max-tokens", "0"],
+        ["generate", "x.yaml", "Hi", "--max-tokens", "1.5"],
         ["bench", "x.yaml", "offline"],
         ["warmup", "x.yaml", "--check", "--export", "f"],
     ],
@@ -88,6 +91,19 @@ def test_prompts_and_overrides_in_any_order(words: list[str]) -> None:
     assert args.config == Path("x.yaml")
     assert args.prompts == ["a", "b"]
     assert args.overrides == ["k.v=1", "k.w=2"]
+
+
+@pytest.mark.parametrize(
+    ("words", "max_tokens"), [([], 50), (["--max-tokens", "7"], 7), (["--max-tokens", "999"], 999)]
+)
+def test_generates_length(
+    words: list[str], max_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = MagicMock(**{"stream.return_value": []})
+    llm.engine.config.model.max_model_len = 100
+    monkeypatch.setattr(generate, "open_llm", lambda args: llm)
+    assert cli.main(["generate", "x.yaml", *words, "Hi"]) == 0
+    llm.default_params.assert_called_once_with(max_tokens=max_tokens)
 
 
 def test_warmups_files() -> None:

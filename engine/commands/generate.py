@@ -24,8 +24,8 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidRequest("a prompt is empty")
     llm = open_llm(args)
     try:
-        context = llm.engine.config.model.max_model_len
-        params = llm.default_params(max_tokens=min(MAX_TOKENS, context // 2))
+        default = min(MAX_TOKENS, llm.engine.config.model.max_model_len // 2)
+        params = llm.default_params(max_tokens=args.max_tokens or default)
         if len(prompts) == 1:
             _stream(llm, prompts[0], params)
         else:

@@ -64,7 +64,7 @@ class SchedulerLimits:
         prefix_cache: keep pages in the prefix tree.
         max_waiting_s: a request that was never started and waited longer ends with 503; None: no
             limit.
-        max_logit_rows: logit rows of an extend step, at least max_running.
+        max_logit_rows: logit rows of an extend step, at least max_running: so many of its buffers.
         max_page_updates: page-table updates of an extend step, at least max_running. A prefix hit
             longer than max_page_updates - max_running pages is cut to that, so pages_per_sequence
             more is a good value.
