@@ -1,12 +1,14 @@
 """All-reduce of small 16-bit messages over NVLink in one kernel, the residual added in float32.
 
-Every 4 bytes of data travel in an 8-byte word with the number of the call beside them (NCCL calls
-such a protocol LL), so that a rank needs no barrier: it writes its words into every peer's buffer
-and reads its own until all of them carry this call's number. Two buffers alternate: a rank that is
-in call n has seen every peer's words of call n - 1, so every peer has left call n - 2.
+A rank writes its words of two numbers into every peer's buffer and reads its own until no word is
+empty, so that it needs no barrier: empty is a word that nobody sends (two negative zeros; zeros are
+sent in their place), and what was read is made empty again (TensorRT-LLM calls such a protocol
+Lamport's). Two buffers alternate: a rank that sends a word the n-th time has ended the call of time
+n - 1, in which it saw the peer's; so the peer has ended the call of time n - 2 and emptied its own.
 
-The number is counted on the device, for a CUDA graph replays the same arguments. Knows nothing of
-how operators are defined. Importing it needs Triton.
+Which buffer it is is counted on the device, for a CUDA graph replays the same arguments: by each
+program, for it has the same words in every call. Knows nothing of how operators are defined.
+Importing it needs Triton.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+EMPTY = -0x7FFF8000  # the bits 0x8000, 0x8000
+_EMPTY = tl.constexpr(EMPTY)
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -28,8 +32,8 @@ class Launch(NamedTuple):
     Attributes:
         block: words of a program.
         warps: of a program.
-        pdl: programmatic dependent launch (Hopper and later): the matrix that follows fetches its
-            weights while this waits.
+        pdl: programmatic dependent launch (Hopper and later): the kernel that follows fetches its
+            weights while this waits for the peers.
     """
 
     block: int = 1024
@@ -42,9 +46,10 @@ class Exchange(NamedTuple):
 
     Attributes:
         words: this rank's own of the buffers.
-        buffers: int64 [size] on the device: addresses of every rank's words, int64 zeros
-            [2, size, num_words] in memory that all of them can write.
-        state: int32 zeros [2] on the device: calls so far, programs of this call that are done.
+        buffers: int64 [size] on the device: addresses of every rank's words, int32
+            [2, size, num_words] of EMPTY in memory that all of them can write.
+        state: int32 zeros [1 + programs of the largest call] on the device: whether to wait no
+            more, then the calls of each program so far.
         rank, size: this rank's place.
         num_words: room for as many 4-byte words per rank.
         launch: of the kernel.
@@ -89,9 +94,8 @@ def run(x: Tensor, residual: Tensor | None, out: Tensor, exchange: Exchange) -> 
 
 def release(exchange: Exchange) -> None:
     """Have calls that wait for a rank that is gone, and all to come, go on with nonsense."""
-    words = exchange.words
-    with torch.cuda.stream(torch.cuda.Stream(words.device)):  # copies only: kernels may not start
-        words.copy_(torch.full(words.shape, int(exchange.state.cpu()[0] + 2**30) << 32))
+    with torch.cuda.stream(torch.cuda.Stream(exchange.state.device)):  # kernels may not start
+        exchange.state[:1].copy_(torch.ones(1, dtype=torch.int32))
 
 
 @triton.jit
@@ -111,12 +115,21 @@ def _bits(values, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _received(words_ptr, call, mask):
-    """Words that carry the call's number, or a later one (`release`); waits for them."""
+def _received(words_ptr, released_ptr, mask):
+    """A peer's words once none is empty, or after `release`; leaves them empty."""
     words = tl.load(words_ptr, mask, other=0, volatile=True)
-    while tl.sum((mask & ((words >> 32).to(tl.int32) - call < 0)).to(tl.int32)) != 0:
+    released = tl.load(released_ptr, volatile=True)
+    while (tl.sum((words == _EMPTY).to(tl.int32)) != 0) & (released == 0):
         words = tl.load(words_ptr, mask, other=0, volatile=True)
-    return words.to(tl.int32)
+        released = tl.load(released_ptr, volatile=True)
+    tl.store(words_ptr, _EMPTY, mask)
+    return words
+
+
+@triton.jit
+def _words_of(buffers_ptr, rank: tl.constexpr):
+    """A rank's buffer."""
+    return tl.multiple_of(tl.load(buffers_ptr + rank).to(tl.pointer_type(tl.int32)), 16)
 
 
 @triton.jit
@@ -128,29 +141,29 @@ def all_reduce_kernel(
     words_n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = words_n < num_words
     if PDL:
-        gdc_wait()
         gdc_launch_dependents()
-    call = tl.load(state_ptr, volatile=True) + 1
+        gdc_wait()
+    count_ptr = state_ptr + 1 + tl.program_id(0)
+    call = tl.load(count_ptr, volatile=True)
     mine = tl.load(x_ptr + words_n, mask, other=0)
-    half = (call & 1).to(tl.int64) * SIZE * room
-    tagged = (call.to(tl.int64) << 32) | (mine.to(tl.int64) & 0xFFFFFFFF)
+    mine = tl.where(mine == _EMPTY, 0, mine)
+    half = (call & 1) * SIZE * room
     for step in tl.static_range(1, SIZE):
-        peer = tl.load(buffers_ptr + (RANK + step) % SIZE).to(tl.pointer_type(tl.int64))
-        tl.store(peer + half + RANK * room + words_n, tagged, mask)
-    own = tl.load(buffers_ptr + RANK).to(tl.pointer_type(tl.int64)) + half
+        peer = _words_of(buffers_ptr, (RANK + step) % SIZE)
+        tl.store(peer + half + RANK * room + words_n, mine, mask)
+    tl.store(count_ptr, call + 1)
     low = tl.zeros([BLOCK], tl.float32)
     high = tl.zeros([BLOCK], tl.float32)
+    if ADD:
+        residual = tl.load(residual_ptr + words_n, mask, other=0)
+    own = _words_of(buffers_ptr, RANK) + half
     for rank in tl.static_range(SIZE):  # in this order on every rank: their sums are the same
         words = mine
         if rank != RANK:
-            words = _received(own + rank * room + words_n, call, mask)
+            words = _received(own + rank * room + words_n, state_ptr, mask)
         low += _low(words, DTYPE)
         high += _high(words, DTYPE)
     if ADD:
-        residual = tl.load(residual_ptr + words_n, mask, other=0)
         low += _low(residual, DTYPE)
         high += _high(residual, DTYPE)
     tl.store(out_ptr + words_n, _bits(low, DTYPE) | (_bits(high, DTYPE) << 16), mask)
-    if tl.atomic_add(state_ptr + 1, 1) == tl.num_programs(0) - 1:  # all have read the number
-        tl.store(state_ptr + 1, 0)
-        tl.store(state_ptr, call)

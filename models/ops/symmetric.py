@@ -44,17 +44,17 @@ def share(
         RuntimeError: the GPUs cannot reach each other's memory.
     """
     assert all_reduce_triton is not None, "CUDA tensors on a machine without Triton"
-    num_words = MAX_BYTES // size // 4
+    launch = launch or all_reduce_triton.Launch()
+    num_words = MAX_BYTES // size // 4 // launch.block * launch.block
     symmetric_memory: Any = importlib.import_module("torch.distributed._symmetric_memory")
-    words = symmetric_memory.empty(2 * size * num_words, dtype=torch.int64, device=device)
-    words.zero_()
+    words = symmetric_memory.empty(2 * size * num_words, dtype=torch.int32, device=device)
+    words.fill_(all_reduce_triton.EMPTY)
     handle = symmetric_memory.rendezvous(words, group)
     buffers = torch.tensor(list(handle.buffer_ptrs), dtype=torch.int64, device=device)
-    state = torch.zeros(2, dtype=torch.int32, device=device)
+    state = torch.zeros(1 + num_words // launch.block, dtype=torch.int32, device=device)
     torch.cuda.synchronize(device)
-    dist.barrier()  # all are zero before anybody writes
+    dist.barrier()  # all are empty before anybody writes
     exchange = (words, buffers, state, rank, size, num_words)
-    launch = launch or all_reduce_triton.Launch()
     _exchanges[group] = all_reduce_triton.Exchange(*exchange, launch)
 
 

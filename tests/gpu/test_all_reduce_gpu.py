@@ -18,25 +18,26 @@ ROOM = 8192
 
 def test_waiting_calls_are_released() -> None:
     """They wait for the other rank, and end once they are let go, in a graph, too."""
-    words = [torch.zeros(4 * ROOM, dtype=torch.int64, device="cuda") for _ in range(2)]
+    empty = all_reduce_triton.EMPTY
+    words = [torch.full((4 * ROOM,), empty, dtype=torch.int32, device="cuda") for _ in range(2)]
     buffers = torch.tensor([w.data_ptr() for w in words], dtype=torch.int64, device="cuda")
-    state = torch.zeros(2, dtype=torch.int32, device="cuda")
-    exchange = all_reduce_triton.Exchange(
-        words[0], buffers, state, 0, 2, ROOM, all_reduce_triton.Launch()
-    )
+    launch = all_reduce_triton.Launch()
+    state = torch.zeros(1 + ROOM // launch.block, dtype=torch.int32, device="cuda")
+    exchange = all_reduce_triton.Exchange(words[0], buffers, state, 0, 2, ROOM, launch)
     x = torch.ones(2, 512, dtype=torch.bfloat16, device="cuda")
     out = torch.empty_like(x)
-    other = all_reduce_triton.Exchange(
-        words[1], buffers, torch.zeros_like(state), 1, 2, ROOM, all_reduce_triton.Launch()
-    )
+    others = torch.zeros_like(state)
+    other = all_reduce_triton.Exchange(words[1], buffers, others, 1, 2, ROOM, launch)
     # Kernels must be loaded before one of them waits, and wait for nobody then.
     for side in (exchange, other):
         all_reduce_triton.release(side)
         all_reduce_triton.run(x, None, out, side)
         all_reduce_triton.run(x, x, out, side)
         torch.cuda.synchronize()
-    for tensor in (*words, state, other.state):
-        tensor.zero_()
+    for buffer in words:
+        buffer.fill_(empty)
+    for counts in (state, others):
+        counts.zero_()
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):  # the peer takes part in the first call alone
         all_reduce_triton.run(x, None, torch.empty_like(x), other)
@@ -53,4 +54,4 @@ def test_waiting_calls_are_released() -> None:
     assert not event.query()
     all_reduce_triton.release(exchange)
     event.synchronize()
-    assert state.tolist() == [4, 0]
+    assert state[:2].tolist() == [1, 4]

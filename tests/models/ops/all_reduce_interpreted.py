@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
 from models.ops import all_reduce_triton
-from models.ops.all_reduce_triton import Exchange, Launch
+from models.ops.all_reduce_triton import EMPTY, Exchange, Launch
 
 ROOM, HIDDEN = 4096, 512
 ROWS = (1, 3, 2, 7, 1, 4, 5)  # an odd number of calls, of sizes that share places
@@ -28,7 +28,7 @@ def run_rank(rank: int, size: int, buffers: Sequence[Tensor]) -> None:
     """Sum messages with the other ranks, every second time onto a residual."""
     launch = Launch(block=256)  # several programs a call
     addresses = torch.tensor([buffer.data_ptr() for buffer in buffers])
-    state = torch.zeros(2, dtype=torch.int32)
+    state = torch.zeros(1 + ROOM // launch.block, dtype=torch.int32)
     exchange = Exchange(buffers[rank], addresses, state, rank, size, ROOM, launch)
     for call, rows in enumerate(ROWS):
         messages = [draw(rows, 10 * call + r) for r in range(size)]
@@ -41,11 +41,12 @@ def run_rank(rank: int, size: int, buffers: Sequence[Tensor]) -> None:
             total += message.float()
         expected = (total if residual is None else total + residual.float()).half()
         assert torch.equal(out, expected), (rank, call)
-    assert exchange.state.tolist() == [len(ROWS), 0]
+    assert exchange.state[:2].tolist() == [0, len(ROWS)]
+    assert bool((buffers[rank] == EMPTY).all())
 
 
 if __name__ == "__main__":
     for size in (2, 3):
-        shared = [torch.zeros(2 * size * ROOM, dtype=torch.int64) for _ in range(size)]
+        shared = [torch.full((2 * size * ROOM,), EMPTY, dtype=torch.int32) for _ in range(size)]
         spawn(run_rank, (size, [s.share_memory_() for s in shared]), nprocs=size)
         print(f"{size} ranks agree", flush=True)
