@@ -36,8 +36,8 @@ class Launch(NamedTuple):
             weights while this waits for the peers.
     """
 
-    block: int = 1024
-    warps: int = 8
+    block: int = 256
+    warps: int = 1
     pdl: bool = False
 
 

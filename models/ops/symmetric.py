@@ -44,7 +44,8 @@ def share(
         RuntimeError: the GPUs cannot reach each other's memory.
     """
     assert all_reduce_triton is not None, "CUDA tensors on a machine without Triton"
-    launch = launch or all_reduce_triton.Launch()
+    hopper = torch.cuda.get_device_capability(device) >= (9, 0)
+    launch = launch or all_reduce_triton.Launch(pdl=hopper)
     num_words = MAX_BYTES // size // 4 // launch.block * launch.block
     symmetric_memory: Any = importlib.import_module("torch.distributed._symmetric_memory")
     words = symmetric_memory.empty(2 * size * num_words, dtype=torch.int32, device=device)
