@@ -32,7 +32,7 @@ from engine.graph_programs import StepTensors
 from engine.graph_runner import GraphRunner
 from engine.parent_guard import die_with_parent
 from engine.resolve import ResolvedConfig
-from engine.step_compiler import build_runner
+from engine.step_compiler import Setup, build_runner
 from engine.worker import configure_threads, kv_pages, step_state
 from engine.world import launched_rank
 from models.inputs import TensorParallel
@@ -102,19 +102,16 @@ class _Hollow:
             self._runner = None
 
     def _build(self, job: CompileJob) -> GraphRunner:
-        config, model, tp = self._prepared.config, self._prepared.model, self._tp
+        config, model = self._prepared.config, self._prepared.model
         device = torch.device(config.device)
         if device.type == "cuda":
             torch.cuda.set_device(job.gpu)
             device = torch.device("cuda", job.gpu)
-        dtype: torch.dtype = getattr(torch, config.model.dtype)
-        params = hollow_params(model, tp, dtype, device, config.model.max_model_len)
-        pages = kv_pages(config, model, tp, _PAGES, dtype, device)
-        tensors = StepTensors(params, pages, *step_state(config, model, device))
-        session, compiles = self._session, job.compiled
-        return build_runner(
-            config, model, tp, tensors, device, session, compiles=compiles, records=False
-        )
+        setup = Setup(config, model, self._tp, device, self._session)
+        sizes = (setup.dtype, device, config.model.max_model_len)
+        params = hollow_params(model, self._tp, *sizes)
+        tensors = StepTensors(params, kv_pages(setup, _PAGES), *step_state(setup))
+        return build_runner(setup, tensors, compiles=job.compiled, records=False)
 
 
 def _pretended_ranks(config: ResolvedConfig) -> TensorParallel:

@@ -9,15 +9,13 @@ starts try nothing. Knows nothing of what is served with the rest.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
-from compile_cache.session import Session
 from engine.graph_programs import StepTensors
 from engine.resolve import ResolvedConfig
-from engine.step_compiler import build_runner, few_layers
-from models.config import ModelConfig
-from models.inputs import TensorParallel
+from engine.step_compiler import Setup, build_runner, few_layers
 
 # What the driver keeps of a graph of some hundred kernels, and loads of kernels.
 _GRAPH_BYTES = 3 << 20
@@ -26,32 +24,29 @@ _NOTE = "step_bytes"
 
 
 def step_bytes(
-    config: ResolvedConfig,
-    model: ModelConfig,
-    tp: TensorParallel,
+    setup: Setup,
     tensors: Callable[[int], StepTensors],
-    device: torch.device,
-    session: Session,
     gather: Callable[[str, int], Sequence[int]],
 ) -> int:
-    """Bytes for attention's workspaces, the activations of the largest steps and all graphs.
+    """Bytes for attention's workspaces, the activations of the largest steps and all graphs. What
+    was measured is noted in the session.
 
     Activations count twice: graphs keep theirs in a pool of their own, beside the one of what runs
     before a graph is recorded.
 
     Args:
         tensors: makes them, with so many KV pages.
-        session: what was measured is noted there.
         gather: Ranks.gather; ranks run the steps together or not at all.
     """
+    config, session = setup.config, setup.session
     # What the entry of the cache does not depend on.
     facts = [config.scheduler.max_running, config.model.max_model_len, config.kv.page_size]
-    facts += [int(config.attention.workspace), tp.size]
+    facts += [int(config.attention.workspace), setup.tp.size]
     note = session.manifest.notes.get(_NOTE)
     known = int(note["bytes"]) if isinstance(note, dict) and note.get("facts") == facts else 0
     if min(gather("known step memory", known)) > 0:
         return known
-    workspaces, activations = _run(_largest(config), model, tp, tensors(2), device, session)
+    workspaces, activations = _run(replace(setup, config=_largest(config)), tensors(2))
     compile_ = config.compile
     num_graphs = 2 * (len(compile_.decode_buckets) + len(compile_.extend_buckets))
     total = workspaces + 2 * activations + num_graphs * _GRAPH_BYTES + _KERNEL_BYTES
@@ -69,23 +64,17 @@ def _largest(config: ResolvedConfig) -> ResolvedConfig:
     return config.model_copy(update={"compile": compile_.model_copy(update=buckets)})
 
 
-def _run(
-    config: ResolvedConfig,
-    model: ModelConfig,
-    tp: TensorParallel,
-    tensors: StepTensors,
-    device: torch.device,
-    session: Session,
-) -> tuple[int, int]:
+def _run(setup: Setup, tensors: StepTensors) -> tuple[int, int]:
     """Bytes of workspaces, and the most that a step took on top."""
-    few_model, few = few_layers(model, tensors)
+    device, options = setup.device, setup.config.compile
+    few_model, few = few_layers(setup.model, tensors)
     before = torch.cuda.memory_allocated(device)
-    runner = build_runner(config, few_model, tp, few, device, session, compiles=False)
+    runner = build_runner(replace(setup, model=few_model), few, compiles=False)
     ready = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     # Of the variants `full` has every tensor that `plain` has.
-    runner.warm_bucket("extend", config.compile.extend_buckets[-1], "full")
-    runner.warm_bucket("decode", config.compile.decode_buckets[-1], "full")
+    runner.warm_bucket("extend", options.extend_buckets[-1], "full")
+    runner.warm_bucket("decode", options.decode_buckets[-1], "full")
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device)
     runner.close()

@@ -31,6 +31,7 @@ from engine.rank_leader import Leader, OnFatal
 from engine.ranks import Ranks, check_devices
 from engine.resolve import ResolvedConfig, settings_of
 from engine.scheduler.scheduler import Scheduler
+from engine.step_compiler import Setup
 from engine.worker import ProgressCallback, Worker
 from engine.world import rank_zero
 from models.config import ModelConfig
@@ -108,16 +109,8 @@ def start_worker(config: EngineConfig, ranks: Ranks, progress: ProgressCallback)
         begin = time.perf_counter()
         ranks.join(device, prepared.config.parallel.all_reduce)
         joined = time.perf_counter() - begin
-        worker = Worker(
-            prepared.config,
-            prepared.model,
-            prepared.checkpoint,
-            device,
-            ranks,
-            cache,
-            progress,
-            compiled,
-        )
+        setup = Setup(prepared.config, prepared.model, ranks.tp, device, cache)
+        worker = Worker(setup, prepared.checkpoint, ranks, progress, compiled)
         worker.capacity.phases["join"] = joined
     except ModelsError as error:
         compiler.close()

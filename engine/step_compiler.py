@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -36,6 +36,29 @@ logger = logging.getLogger(__name__)
 KINDS: tuple[Kind, ...] = ("decode", "extend")
 
 
+@dataclass(frozen=True, eq=False)
+class Setup:
+    """What the steps of one rank are built from, besides tensors.
+
+    Attributes:
+        config: resolved.
+        tp, device: the rank's.
+        session: the opened entry of the compile cache.
+    """
+
+    config: ResolvedConfig
+    model: ModelConfig
+    tp: TensorParallel
+    device: torch.device
+    session: Session
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights, activations and KV pages."""
+        dtype: torch.dtype = getattr(torch, self.config.model.dtype)
+        return dtype
+
+
 def make_buckets(config: ResolvedConfig) -> list[Bucket]:
     """The padded shapes of a resolved configuration: decode by requests, extend by tokens."""
     rows = config.scheduler.max_running
@@ -46,15 +69,7 @@ def make_buckets(config: ResolvedConfig) -> list[Bucket]:
 
 
 def build_runner(
-    config: ResolvedConfig,
-    model: ModelConfig,
-    tp: TensorParallel,
-    tensors: StepTensors,
-    device: torch.device,
-    session: Session,
-    *,
-    compiles: bool = True,
-    records: bool = True,
+    setup: Setup, tensors: StepTensors, *, compiles: bool = True, records: bool = True
 ) -> GraphRunner:
     """A runner with a program per kind and variant, nothing compiled yet.
 
@@ -62,35 +77,29 @@ def build_runner(
         compiles: False: the step as it is, whatever the configuration says.
         records: False: compiled steps are called, not recorded into graphs.
     """
-    buckets = make_buckets(config)
+    device, buckets = setup.device, make_buckets(setup.config)
     cuda = device.type == "cuda"
     if cuda:
         torch._inductor.config.triton.cudagraph_dynamic_shape_warn_limit = None
     linear.prepare(device)
     experts.prepare(device)
-    builder = _ProgramBuilder(config, model, tp, tensors, device, session, compiles, records)
+    builder = _ProgramBuilder(setup, tensors, compiles, records)
     return GraphRunner(
         {(kind, variant): builder.build(kind, variant) for variant in VARIANTS for kind in KINDS},
         tensors,
         buckets,
         device,
-        planner=_planner(config, model, tp, tensors, buckets, session) if cuda else None,
+        planner=_planner(setup, tensors, buckets) if cuda else None,
         is_graph=builder.compiles,
         log=builder.log,
     )
 
 
-def _planner(
-    config: ResolvedConfig,
-    model: ModelConfig,
-    tp: TensorParallel,
-    tensors: StepTensors,
-    buckets: list[Bucket],
-    session: Session,
-) -> AttentionPlanner:
+def _planner(setup: Setup, tensors: StepTensors, buckets: list[Bucket]) -> AttentionPlanner:
+    config, model = setup.config, setup.model
     first_layer = tensors.kv_cache.layers[0]
     shape = AttentionShape(
-        *local_heads(model, tp),
+        *local_heads(model, setup.tp),
         model.head_dim,
         config.kv.page_size,
         tensors.state.page_table_SP.shape[1],
@@ -99,7 +108,7 @@ def _planner(
     )
     options = config.attention
     kernels = (options.decode, options.extend)
-    return AttentionPlanner(shape, *kernels, buckets, first_layer, options.workspace, session)
+    return AttentionPlanner(shape, *kernels, buckets, first_layer, options.workspace, setup.session)
 
 
 def few_layers(model: ModelConfig, tensors: StepTensors) -> tuple[ModelConfig, StepTensors]:
@@ -119,20 +128,10 @@ def few_layers(model: ModelConfig, tensors: StepTensors) -> tuple[ModelConfig, S
 class _ProgramBuilder:
     """Makes the programs of one configuration; they share a graph pool and a log."""
 
-    def __init__(
-        self,
-        config: ResolvedConfig,
-        model: ModelConfig,
-        tp: TensorParallel,
-        tensors: StepTensors,
-        device: torch.device,
-        session: Session,
-        compiles: bool,
-        records: bool,
-    ) -> None:
-        self._config, self._model, self._tp = config, model, tp
-        self._tensors, self._device = tensors, device
-        cuda = device.type == "cuda"
+    def __init__(self, setup: Setup, tensors: StepTensors, compiles: bool, records: bool) -> None:
+        config = setup.config
+        self._setup, self._tensors = setup, tensors
+        cuda = setup.device.type == "cuda"
         self.compiles = compiles and config.compile.backend != "eager"
         self._records = records and cuda
         self._by_layer = self.compiles and config.compile.unit == "layer"
@@ -141,7 +140,7 @@ class _ProgramBuilder:
         self.log = CompileLog()
         self._functions: dict[str, CompiledFunction] = {}
         self._settings = CompileSettings(
-            session,
+            setup.session,
             cudagraphs=self._trees and not self._by_layer,
             static=cuda,
             dynamic=config.compile.dynamic,
@@ -160,14 +159,14 @@ class _ProgramBuilder:
         def compile_piece(function: Callable[..., Any]) -> Callable[..., Any]:
             return self._compiled(function, kind) if self._by_layer else function
 
-        step = self._step(self._model, kind, variant, compile_piece)
+        step = self._step(self._setup.model, kind, variant, compile_piece)
         if self.compiles and not self._by_layer:
             step = self._compiled(step, kind)
         if not (self.compiles and self._records):
             return Program(step, self._tensors)
-        few_model, few_tensors = few_layers(self._model, self._tensors)
+        few_model, few_tensors = few_layers(self._setup.model, self._tensors)
         primer = Program(self._step(few_model, kind, variant, as_is), few_tensors)
-        dynamic = self._config.compile.dynamic
+        dynamic = self._setup.config.compile.dynamic
         if self._trees and not self._by_layer:
             return TreesProgram(step, self._tensors, primer, dynamic)
         return ManualProgram(step, self._tensors, primer, dynamic, self._pool)
@@ -175,17 +174,18 @@ class _ProgramBuilder:
     def _step(
         self, model: ModelConfig, kind: Kind, variant: Variant, compile_piece: CompilePiece
     ) -> Callable[..., Any]:
-        options = self._config
-        kernels = linear.decode_kernels(self._device, options.compile.skinny_gemm)
+        setup, options = self._setup, self._setup.config
+        kernels = linear.decode_kernels(setup.device, options.compile.skinny_gemm)
         most_logprobs = options.sampling.max_logprobs
-        return make_step(model, self._tp, variant, kind, most_logprobs, compile_piece, kernels)
+        return make_step(model, setup.tp, variant, kind, most_logprobs, compile_piece, kernels)
 
     def _compiled(self, function: Callable[..., Any], kind: Kind) -> CompiledFunction:
         """The function, compiled; variants share what has the same name."""
         name = f"{kind}-{function.__name__}"
-        if self._device.index:  # it is in the code; all ranks of a CPU share theirs
-            name += f"-cuda{self._device.index}"
-        if self._tp.group and self._tp.size == 1:  # collectives of one rank, under torchrun
+        device, tp = self._setup.device, self._setup.tp
+        if device.index:  # it is in the code; all ranks of a CPU share theirs
+            name += f"-cuda{device.index}"
+        if tp.group and tp.size == 1:  # collectives of one rank, under torchrun
             name += "-group"
         if name not in self._functions:
             self._functions[name] = CompiledFunction(function, name, kind, self._settings, self.log)

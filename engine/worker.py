@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from compile_cache.session import Session
 from engine.compile_jobs import VARIANTS
 from engine.compiled import CompileLog
 from engine.compiler import LOW_PRIORITY, Compiler
@@ -30,10 +29,10 @@ from engine.memory_trial import step_bytes
 from engine.ranks import Ranks
 from engine.resolve import ResolvedConfig
 from engine.scheduler.batch import ScheduledBatch, Variant
-from engine.step_compiler import build_runner
-from models.config import ModelConfig
-from models.inputs import KVCache, SamplingState, StepState, TensorParallel
+from engine.step_compiler import Setup, build_runner
+from models.inputs import KVCache, SamplingState, StepState
 from models.sampling import init_sampling_state
+from models.sharding import local_heads
 from models.weights import Checkpoint, load_params
 
 ProgressCallback = Callable[[str, int, int, str], None]
@@ -60,12 +59,9 @@ class Worker:
     """One rank's device side.
 
     Args:
-        config: resolved (no "auto" left in what is read here).
-        model: from the checkpoint's config.json.
+        setup: of its steps.
         checkpoint: where the weights are.
-        device: this rank's.
         ranks: joined; its own place among them.
-        cache: the opened entry of the compile cache.
         progress: called with (phase, done, total, text).
         compiled: waits for compile processes, which share the device's memory; called when the
             weights are loaded.
@@ -76,54 +72,48 @@ class Worker:
 
     def __init__(
         self,
-        config: ResolvedConfig,
-        model: ModelConfig,
+        setup: Setup,
         checkpoint: Checkpoint,
-        device: torch.device,
         ranks: Ranks,
-        cache: Session,
         progress: ProgressCallback,
         compiled: Callable[[], object] = lambda: None,
     ) -> None:
-        self._config = config
+        self._config = config = setup.config
         self._progress = progress
         self._compiler: Compiler | None = None
         self._phases: dict[str, float] = {}
-        self.device = device
+        self.device = setup.device
         self._ranks = ranks
-        tp = ranks.tp
-        dtype: torch.dtype = getattr(torch, config.model.dtype)
         configure_threads(config)
         with explained("weights", config):
             params = self._timed(
                 "weights",
                 lambda: load_params(
-                    model,
-                    tp,
+                    setup.model,
+                    setup.tp,
                     checkpoint,
-                    dtype,
-                    self.device,
+                    setup.dtype,
+                    setup.device,
                     lambda name, done, total: progress("weights", done, total, name),
                     seed=config.model.seed,
                     num_positions=config.model.max_model_len,
                 ),
             )
         with explained("state", config):
-            state = step_state(config, model, self.device)
+            state = step_state(setup)
 
         def tensors(num_pages: int) -> StepTensors:
-            pages = kv_pages(config, model, tp, num_pages, dtype, self.device)
-            return StepTensors(params, pages, *state)
+            return StepTensors(params, kv_pages(setup, num_pages), *state)
 
         def trial() -> int:
-            return step_bytes(config, model, tp, tensors, self.device, cache, ranks.gather)
+            return step_bytes(setup, tensors, ranks.gather)
 
         step = 0
         if self.device.type == "cuda" and config.kv.num_pages is None:
             with explained("steps", config):
                 step = self._timed("trial", trial)
         self._timed("compile", compiled)
-        page_bytes = kv_page_bytes(model, tp, config.kv.page_size, dtype)
+        page_bytes = kv_page_bytes(setup.model, setup.tp, config.kv.page_size, setup.dtype)
         free = ranks.gather("free memory", free_bytes(self.device))
         step = max(ranks.gather("step memory", step))
         num_pages = num_kv_pages(config, page_bytes, free, step)
@@ -131,9 +121,7 @@ class Worker:
         with explained("kv", config, num_pages):
             all_tensors = tensors(num_pages)
         with explained("steps", config):
-            self._runner: GraphRunner = build_runner(
-                config, model, tp, all_tensors, self.device, cache
-            )
+            self._runner: GraphRunner = build_runner(setup, all_tensors)
 
     def warm(self, compiler: Compiler) -> None:
         """Load what is compiled, compile the rest, record the graphs; nothing is compiled while
@@ -226,33 +214,20 @@ def configure_threads(config: ResolvedConfig) -> None:
         torch.set_num_threads(config.compile.threads)
 
 
-def step_state(
-    config: ResolvedConfig, model: ModelConfig, device: torch.device
-) -> tuple[StepState, SamplingState]:
+def step_state(setup: Setup) -> tuple[StepState, SamplingState]:
     """What steps keep of each slot."""
+    config, most = setup.config, setup.config.sampling
     slots = config.scheduler.max_running
     max_pages = -(-config.model.max_model_len // config.kv.page_size)
-    zeros = functools.partial(torch.zeros, dtype=torch.int32, device=device)
-    sampling = init_sampling_state(
-        slots,
-        model.vocab_size,
-        config.sampling.max_logit_bias,
-        config.sampling.max_stop_ids,
-        device,
-    )
-    return StepState(zeros(slots + 1, max_pages), zeros(slots + 1)), sampling
+    zeros = functools.partial(torch.zeros, dtype=torch.int32, device=setup.device)
+    tables = (setup.model.vocab_size, most.max_logit_bias, most.max_stop_ids, setup.device)
+    state = StepState(zeros(slots + 1, max_pages), zeros(slots + 1))
+    return state, init_sampling_state(slots, *tables)
 
 
-def kv_pages(
-    config: ResolvedConfig,
-    model: ModelConfig,
-    tp: TensorParallel,
-    num_pages: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> KVCache:
+def kv_pages(setup: Setup, num_pages: int) -> KVCache:
     """The cache of `num_pages` pages, the dummy page 0 included."""
-    heads = max(1, model.num_kv_heads // tp.size)
-    shape = (num_pages, 2, config.kv.page_size, heads, model.head_dim)
-    layers = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(model.num_layers))
-    return KVCache(tuple(layers))
+    model, page_size = setup.model, setup.config.kv.page_size
+    shape = (num_pages, 2, page_size, local_heads(model, setup.tp)[1], model.head_dim)
+    zeros = functools.partial(torch.zeros, shape, dtype=setup.dtype, device=setup.device)
+    return KVCache(tuple(zeros() for _ in range(model.num_layers)))

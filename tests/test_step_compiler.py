@@ -10,7 +10,7 @@ import torch
 from engine import step_compiler
 from engine.config import EngineConfig, ModelOptions
 from engine.graph_programs import StepTensors
-from engine.step_compiler import few_layers
+from engine.step_compiler import Setup, few_layers
 from models.forward import make_backbone
 from models.inputs import KVCache, StepState, TensorParallel
 from models.ops.linear import Kernels
@@ -58,7 +58,8 @@ def test_attention_keeps_its_modules_in_the_compile_cache(monkeypatch: pytest.Mo
     config: Any = EngineConfig(model=ModelOptions(path="any"))
     session: Any = object()
     model = MODELS["qwen3"]
-    step_compiler._planner(config, model, TensorParallel(), tensors_of(model), [], session)
+    setup = Setup(config, model, TensorParallel(), torch.device("cpu"), session)
+    step_compiler._planner(setup, tensors_of(model), [])
     shape, *_, keeper = given
     assert keeper is session
     assert (shape.num_heads, shape.num_kv_heads) == (model.num_heads, model.num_kv_heads)
