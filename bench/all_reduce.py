@@ -8,7 +8,6 @@ every one checked against the sum first. Spawns a process per GPU.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import os
 from collections.abc import Callable, Sequence
@@ -20,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
-from bench.report import RESULTS, save, table
+from bench.report import command_line, save, table
 from bench.server_process import free_port
 from models.ops import symmetric
 
@@ -111,7 +110,7 @@ def _draw(rows: int, hidden: int, seed: int) -> Tensor:
     return torch.randn(rows, hidden, generator=generator).bfloat16()
 
 
-def run_rank(rank: int, size: int, port: int, hidden: int, rows: Sequence[int], into: str) -> None:
+def run_rank(rank: int, size: int, port: int, hidden: int, rows: Sequence[int], path: str) -> None:
     """One rank of the measurement; rank 0 prints and saves."""
     os.environ |= {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
     device = torch.device("cuda", rank)
@@ -129,7 +128,8 @@ def run_rank(rank: int, size: int, port: int, hidden: int, rows: Sequence[int], 
     result = [measure(rank, size, hidden, n, group) for n in rows]
     if rank == 0:
         print(table(result), flush=True)
-        save("all_reduce", {"ranks": size, "hidden": hidden, "us": result}, Path(into))
+        folder, name = os.path.split(path)
+        save(name, {"ranks": size, "hidden": hidden, "us": result}, Path(folder))
     symmetric.forget(group)
     torch.cuda.synchronize()
     dist.barrier()
@@ -138,15 +138,14 @@ def run_rank(rank: int, size: int, port: int, hidden: int, rows: Sequence[int], 
 
 def main() -> None:
     """Measure."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = command_line("all_reduce", __doc__, "all_reduce")
     parser.add_argument("--size", type=int, default=2, help="ranks, one GPU each")
     parser.add_argument("--hidden", type=int, default=5120)
     parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
-    parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
     if args.size > torch.cuda.device_count():
         parser.error(f"{args.size} ranks need as many GPUs")
-    shape = (args.size, free_port(), args.hidden, args.rows, str(args.results))
+    shape = (args.size, free_port(), args.hidden, args.rows, str(args.results / args.name))
     spawn(run_rank, shape, nprocs=args.size)
 
 

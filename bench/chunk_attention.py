@@ -15,7 +15,6 @@ import functools
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor
 
 from bench.kernels import replay_us
-from bench.report import RESULTS, save, table
+from bench.report import command_line, save, table
 from engine.attention_plan import AttentionPlanner
 from engine.flashinfer_plan import AttentionShape
 from engine.step_inputs import Bucket, empty_batch
@@ -118,7 +117,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; the exit status."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = command_line("chunk_attention", __doc__, "chunk_attention")
     add = parser.add_argument
     sizes = [64, 128, 256, 512, 1024, 1536, 2048, 3072, 4096, 6144, 8192]
     add("--tokens", type=int, nargs="+", default=sizes, help="of the step")
@@ -127,8 +126,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--decode-rows", type=int, default=64)
     add("--kernels", nargs="+", default=["fa3", "fa2"])
     add("--heads", type=int, nargs=3, default=[16, 8, 128], help="query heads, kv heads, their dim")
-    add("--name", default="chunk_attention", help="of the JSON file")
-    add("--results", type=Path, default=RESULTS)
     args = parser.parse_args(argv)
     rows = measure(args)
     print(table(rows))

@@ -16,14 +16,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from bench.report import RESULTS, percentile, save, table
+from bench.report import add_config, command_line, percentile, save, table
 from engine.config import load_config
 from engine.scheduler.batch import NUM_FLOATS, NUM_INTS, ScheduledBatch
 from engine.startup import Engine, start_engine
@@ -80,19 +78,24 @@ def time_bucket(engine: Engine, batch: int, kv_len: int) -> dict[str, Any]:
         host.append(time.perf_counter() - begin)
         pending.wait()
         single.append(time.perf_counter() - begin)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(STEPS):
-        worker.launch(step)
-    end.record()
-    torch.cuda.synchronize()
     return {
         "batch": batch,
-        "gpu_ms": start.elapsed_time(end) / STEPS,
+        "gpu_ms": step_ms(engine, step, STEPS),
         "host_ms": 1e3 * percentile(host, 50),
         "latency_ms": 1e3 * percentile(single, 50),
         "plan_us": plan_microseconds(engine, step),
     }
+
+
+def step_ms(engine: Engine, step: ScheduledBatch, count: int) -> float:
+    """Milliseconds a step on the GPU, `count` in a row."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(count):
+        engine.worker.launch(step)
+    end.record()
+    torch.cuda.synchronize()
+    return float(start.elapsed_time(end)) / count
 
 
 def plan_microseconds(engine: Engine, step: ScheduledBatch) -> float:
@@ -113,17 +116,17 @@ def plan_microseconds(engine: Engine, step: ScheduledBatch) -> float:
     return 1e6 * percentile(times, 50)
 
 
-def measure(config_path: str, overrides: Sequence[str], args: argparse.Namespace) -> list[Any]:
+def measure(args: argparse.Namespace) -> list[Any]:
     """Start the engine with the asked buckets and time each."""
     buckets = ",".join(str(batch) for batch in args.batch)
     config = load_config(
-        Path(config_path),
+        args.config,
         [
             f"scheduler.max_running={max(args.batch)}",
             f"compile.decode_buckets=[{buckets}]",
             f"compile.extend_buckets=[{args.extend}]",
             f"scheduler.max_step_tokens={args.extend}",
-            *overrides,
+            *args.overrides,
         ],
     )
     marks: list[tuple[float, str]] = []
@@ -166,11 +169,12 @@ def all_variants(args: argparse.Namespace) -> None:
     rows: list[Any] = []
     for runner, unit in (("trees", "step"), ("manual", "step"), ("manual", "layer")):
         with tempfile.TemporaryDirectory() as empty:
-            command = [sys.executable, "-m", "bench.decode_step", args.config, "--one"]
+            command = [sys.executable, "-m", "bench.decode_step", str(args.config)]
+            command += ["--one"]
             command += ["--kv", str(args.kv), "--extend", str(args.extend)]
             command += ["--batch", *map(str, args.batch)]
             own = (f"compile.cudagraphs={runner}", f"compile.unit={unit}")
-            for text in (*args.set, *own, f"compile.cache_dir={empty}"):
+            for text in (*args.overrides, *own, f"compile.cache_dir={empty}"):
                 command += ["--set", text]
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
         if done.returncode:
@@ -182,18 +186,15 @@ def all_variants(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="One decode step by bucket")
-    parser.add_argument("config")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY.PATH=VALUE")
+    parser = command_line("decode_step", __doc__, "decode_step")
+    add_config(parser)
     parser.add_argument("--kv", type=int, default=256)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--extend", type=int, default=256, help="the one extend bucket")
-    parser.add_argument("--name", default="decode_step", help="of the JSON file")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON file")
     parser.add_argument("--one", action="store_true", help="only the configured runner and unit")
     args = parser.parse_args()
     if args.one:
-        print(json.dumps(measure(args.config, args.set, args)))
+        print(json.dumps(measure(args)))
         return
     all_variants(args)
 

@@ -11,12 +11,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
-import time
-import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,8 +23,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from bench.hollow_engine import VARIABLE
 from bench.online import Target, drive_all
-from bench.report import RESULTS, save, table
-from bench.server_process import free_port
+from bench.report import command_line, save, table
+from bench.server_process import free_port, stop, wait_until_healthy
 from bench.workloads import Job, uniform
 
 MODEL = "hollow"
@@ -83,21 +80,10 @@ def hollow_server(args: argparse.Namespace) -> Iterator[tuple[str, int]]:
         )
         try:
             url = f"http://127.0.0.1:{port}"
-            _wait(url)
+            wait_until_healthy(url, server)
             yield url, server.pid
         finally:
-            server.send_signal(signal.SIGINT)
-            server.wait(timeout=60)
-
-
-def _wait(url: str) -> None:
-    for _ in range(600):
-        try:
-            with urllib.request.urlopen(f"{url}/health", timeout=5):
-                return
-        except OSError:
-            time.sleep(0.1)
-    raise SystemExit("the server was not healthy after 60 s")
+            stop(server)
 
 
 def cpu_seconds(pid: int) -> float:
@@ -136,8 +122,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; the exit status."""
-    summary = (__doc__ or "").partition("\n")[0]
-    parser = argparse.ArgumentParser(prog="bench.http_side", description=summary)
+    parser = command_line("http_side", __doc__, "http_side")
     add = parser.add_argument
     add("--streams", type=int, default=256, help="requests open at once")
     add("--input", type=int, default=128, help="prompt tokens")
@@ -145,8 +130,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--step-ms", type=float, default=8.0, help="a step of the engine; 0: as fast as it can")
     add("--clients", type=int, default=4, help="client processes")
     add("--vocab", type=int, default=50_000)
-    add("--name", default="http_side", help="of the JSON file")
-    add("--results", type=Path, default=RESULTS)
     args = parser.parse_args(argv)
     result = measure(args)
     print(table([result]))

@@ -29,8 +29,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.decode_step import decode_batch
-from bench.report import RESULTS, save, summary, table
+from bench.decode_step import decode_batch, step_ms
+from bench.report import add_config, command_line, save, summary, table
 from engine.config import load_config
 from engine.engine_core import EngineCore
 from engine.request import EngineRequest
@@ -173,17 +173,11 @@ def mixed_batch(rows: ScheduledBatch, pages: np.ndarray[Any, Any], page: int) ->
     )
 
 
-def step_ms(engine: Engine, batch: ScheduledBatch) -> float:
+def warm_step_ms(engine: Engine, batch: ScheduledBatch) -> float:
     """Milliseconds a step, many in a row."""
     for _ in range(3):
         engine.worker.launch(batch).wait()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(STEPS):
-        engine.worker.launch(batch)
-    end.record()
-    torch.cuda.synchronize()
-    return float(start.elapsed_time(end)) / STEPS
+    return step_ms(engine, batch, STEPS)
 
 
 def rows_in_extend(args: argparse.Namespace) -> dict[str, Any]:
@@ -212,8 +206,7 @@ def rows_in_extend(args: argparse.Namespace) -> dict[str, Any]:
             own = 1 + rows * columns + np.arange(CHUNK // page, dtype=np.int32)
             table_SP[rows, : len(own)] = torch.from_numpy(own).to(table_SP.device)
             alone = decode_batch(rows, context, page)
-            pure = step_ms(engine, alone)
-            mixed = step_ms(engine, mixed_batch(alone, own, page))
+            pure, mixed = (warm_step_ms(engine, b) for b in (alone, mixed_batch(alone, own, page)))
             kernel = engine.config.attention.decode
     return {
         "rows": rows,
@@ -228,11 +221,9 @@ def rows_in_extend(args: argparse.Namespace) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; the exit status."""
-    summary_line = (__doc__ or "").partition("\n")[0]
-    parser = argparse.ArgumentParser(prog="bench.interference", description=summary_line)
+    parser = command_line("interference", __doc__, "interference")
+    add_config(parser)
     add = parser.add_argument
-    add("config", type=Path)
-    add("--set", dest="overrides", action="append", default=[], metavar="KEY.PATH=VALUE")
     add("--running", type=int, default=64, help="requests that decode")
     add("--context", type=int, default=512, help="tokens of their prompts")
     add("--prompt", type=int, default=32768, help="tokens of the prompt that arrives")
@@ -241,8 +232,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--rows", type=int, help="decode rows inside an extend step instead")
     add("--row-context", type=int, default=32768)
     add("--layers", type=int, default=8)
-    add("--name", default="interference", help="of the JSON file")
-    add("--results", type=Path, default=RESULTS)
     args = parser.parse_args(argv)
     rows = []
     if args.rows:

@@ -15,14 +15,13 @@ import random
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
 
-from bench.report import RESULTS, percentile, save, table
+from bench.report import ROOT, add_config, command_line, percentile, save, table
 from engine.config import load_config
 from engine.request import EngineRequest
 from engine.startup import Engine, start_engine
@@ -33,7 +32,6 @@ from models.inputs import TensorParallel
 
 BANDWIDTH, FLOPS = 4.3e12, 790e12  # an H200: bytes/s of a copy, FLOP/s of a large bf16 product
 STEPS, REPEATS = 32, 5
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def attention_elements(model: ModelConfig) -> int:
@@ -170,10 +168,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         f"compile.decode_buckets=[{buckets}]", f"compile.extend_buckets=[{args.extend}]",
         f"scheduler.max_running={max(args.batch)}", f"scheduler.max_step_tokens={args.extend}",
         f"scheduler.step_budget={4 * args.extend}",
-        *args.set,
+        *args.overrides,
     ]  # fmt: skip
     begin = time.perf_counter()
-    engine = start_engine(load_config(Path(args.config), sets), lambda *_: None)
+    engine = start_engine(load_config(args.config, sets), lambda *_: None)
     result: dict[str, Any] = {
         "start_s": time.perf_counter() - begin,
         "phases_s": engine.worker.capacity.phases,
@@ -198,14 +196,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; the exit status."""
-    parser = argparse.ArgumentParser(prog="bench.moe_engine")
-    parser.add_argument("config", nargs="?", default=str(ROOT / "configs" / "qwen3_0_6b.yaml"))
-    parser.add_argument("--set", action="append", default=[], metavar="KEY.PATH=VALUE")
+    parser = command_line("moe_engine", __doc__, "moe_engine")
+    add_config(parser, nargs="?", default=ROOT / "configs" / "qwen3_0_6b.yaml")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 64])
     parser.add_argument("--kv", type=int, default=1024, help="tokens in each row's cache")
     parser.add_argument("--extend", type=int, default=4096, help="tokens of the extend step")
-    parser.add_argument("--name", default="moe_engine", help="of the JSON file")
-    parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args(argv)
     print(save(args.name, measure(args), args.results))
     return 0

@@ -11,19 +11,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import multiprocessing
 import random
 import sys
 import time
-import urllib.request
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.report import RESULTS, save, summary, table
-from bench.server_process import running_server
+from bench.report import add_config, command_line, save, summary, table
+from bench.server_process import first_model, running_server
 from bench.sse_client import Answer, complete
 from bench.workloads import NUM_IDS, Job, mini_sglang, poisson, read_trace, spread
 
@@ -205,14 +203,6 @@ def make_jobs(args: argparse.Namespace) -> list[Job]:
     return poisson(jobs, args.rate, args.seed) if args.rate else jobs
 
 
-def first_model(url: str, headers: dict[str, str]) -> str:
-    """The first name in /v1/models."""
-    request = urllib.request.Request(f"{url}/v1/models", headers=headers)
-    with urllib.request.urlopen(request, timeout=30) as response:
-        name: str = json.load(response)["data"][0]["id"]
-    return name
-
-
 def run(url: str, args: argparse.Namespace) -> None:
     """Warm up, measure, print and save."""
     headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
@@ -240,12 +230,9 @@ def _bounds(text: str) -> tuple[int, int]:
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="bench.online", description=(__doc__ or "").partition("\n")[0]
-    )
+    parser = command_line("online", __doc__, "online")
+    add_config(parser, nargs="?", help="start a server with this file")
     add = parser.add_argument
-    add("config", nargs="?", help="start a server with this file")
-    add("--set", dest="overrides", action="append", default=[], help="change one key of it")
     add("--url", help="measure the server there instead")
     add("--model", help="default: the server's first")
     add("--api-key")
@@ -267,8 +254,6 @@ def build_parser() -> argparse.ArgumentParser:
     add("--ttft", type=float, default=1.0, help="goodput: seconds to the first token")
     add("--tpot", type=float, default=0.05, help="goodput: seconds a token after it")
     add("--timeout", type=float, default=600.0, help="seconds one request may take")
-    add("--name", default="online", help="of the files in the results folder")
-    add("--results", type=Path, default=RESULTS)
     return parser
 
 
@@ -281,7 +266,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.url is not None:
         run(args.url.rstrip("/"), args)
         return 0
-    with running_server(args.config, args.overrides) as url:
+    with running_server(str(args.config), args.overrides) as url:
         run(url, args)
     return 0
 

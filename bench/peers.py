@@ -41,7 +41,7 @@ class Side:
         start: module-level function (config file, overrides) -> (generate, facts), run there.
     """
 
-    def __init__(self, start: Callable[..., Any], config: str, overrides: Sequence[str]) -> None:
+    def __init__(self, start: Callable[..., Any], config: Path, overrides: Sequence[str]) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, there = context.Pipe()
         self._process = context.Process(target=_serve, args=(start, there, config, list(overrides)))
@@ -65,7 +65,7 @@ class Side:
 def _serve(
     start: Callable[..., tuple[Generate, dict[str, Any]]],
     pipe: Connection[Any, Any],
-    config: str,
+    config: Path,
     overrides: list[str],
 ) -> None:
     generate, facts = start(config, overrides)
@@ -78,9 +78,9 @@ def _serve(
     pipe.send(peak_bytes())
 
 
-def start_engine(config: str, overrides: list[str]) -> tuple[Generate, dict[str, Any]]:
+def start_engine(config: Path, overrides: list[str]) -> tuple[Generate, dict[str, Any]]:
     """Ours: everything handed over at once."""
-    llm = LLM(load_config(Path(config), overrides))
+    llm = LLM(load_config(config, overrides))
 
     def generate(prompts: list[list[int]], num_output: int) -> None:
         params = SamplingParams(max_tokens=num_output, temperature=0, ignore_eos=True)
@@ -96,11 +96,11 @@ def start_engine(config: str, overrides: list[str]) -> tuple[Generate, dict[str,
     }
 
 
-def start_hf(config: str, overrides: list[str]) -> tuple[Generate, dict[str, Any]]:
+def start_hf(config: Path, overrides: list[str]) -> tuple[Generate, dict[str, Any]]:
     """HF's `generate`, greedy, with its own KV cache; one prompt after the other."""
     from transformers import AutoModelForCausalLM
 
-    options = load_config(Path(config), overrides)
+    options = load_config(config, overrides)
     threads = options.compile.threads
     torch.set_num_threads(physical_cores() if threads == "auto" else threads)
     model = AutoModelForCausalLM.from_pretrained(**_hf_source(options))
@@ -139,7 +139,7 @@ def _hf_source(options: EngineConfig) -> dict[str, Any]:
     return {"pretrained_model_name_or_path": options.model.path, "dtype": getattr(torch, dtype)}
 
 
-def compare(config: str, overrides: Sequence[str], num_output: int, rounds: int) -> dict[str, Any]:
+def compare(config: Path, overrides: Sequence[str], num_output: int, rounds: int) -> dict[str, Any]:
     """Both sides in turns: a token at batch 1, eight requests, peak memory of ours.
 
     Returns:

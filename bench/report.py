@@ -1,10 +1,12 @@
-"""What every result is made of: where and when it ran, percentiles, tables, a JSON file.
+"""What every result is made of: where and when it ran, percentiles, tables, a JSON file, and the
+command line of what makes it.
 
 Knows nothing of what is measured. Imports no torch: versions come from installed metadata.
 """
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import importlib.metadata
 import json
@@ -18,6 +20,27 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).resolve().parent / "results"
 _PACKAGES = ("torch", "triton", "flashinfer-python", "transformers", "vllm", "sglang")
+
+
+def command_line(program: str, doc: str | None, name: str) -> argparse.ArgumentParser:
+    """A benchmark's parser with what all take: --name (of the JSON file) and --results (a folder).
+
+    Args:
+        doc: the module's; its first line describes the program.
+        name: of the file, unless told otherwise.
+    """
+    summary = (doc or "").partition("\n")[0]
+    parser = argparse.ArgumentParser(prog=f"bench.{program}", description=summary)
+    parser.add_argument("--name", default=name, help="of the JSON file")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON file")
+    return parser
+
+
+def add_config(parser: argparse.ArgumentParser, **options: Any) -> None:
+    """CONFIG, a path, and changes of its keys in `overrides`; `options` are those of CONFIG."""
+    parser.add_argument("config", type=Path, **options)
+    changes: dict[str, Any] = {"action": "append", "default": [], "metavar": "KEY.PATH=VALUE"}
+    parser.add_argument("--set", dest="overrides", help="change one key of it", **changes)
 
 
 def environment() -> dict[str, Any]:

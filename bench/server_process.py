@@ -1,4 +1,5 @@
-"""A `fullgraph serve` of one's own on a free port, for as long as a `with` lasts.
+"""A server as a child process: waited for, asked, stopped; a `fullgraph serve` of one's own on a
+free port, for as long as a `with` lasts.
 
 Standard library only, so that the demo needs nothing beyond what serving needs.
 """
@@ -6,6 +7,7 @@ Standard library only, so that the demo needs nothing beyond what serving needs.
 from __future__ import annotations
 
 import contextlib
+import json
 import signal
 import socket
 import subprocess
@@ -49,14 +51,19 @@ def running_server(config: str, overrides: Sequence[str] = ()) -> Iterator[str]:
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         url = f"http://127.0.0.1:{port}"
-        _wait_until_healthy(url, server)
+        wait_until_healthy(url, server)
         yield url
     finally:
-        _stop(server)
+        stop(server)
         signal.signal(signal.SIGTERM, before)
 
 
-def _wait_until_healthy(url: str, server: subprocess.Popen[bytes]) -> None:
+def wait_until_healthy(url: str, server: subprocess.Popen[bytes], poll_s: float = 0.1) -> None:
+    """Wait until a server answers /health with 200.
+
+    Raises:
+        ServerFailed: it has ended, or was not healthy within START_TIMEOUT_S.
+    """
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
         if server.poll() is not None:
@@ -65,11 +72,20 @@ def _wait_until_healthy(url: str, server: subprocess.Popen[bytes]) -> None:
             with urllib.request.urlopen(f"{url}/health", timeout=5):
                 return
         except (urllib.error.URLError, OSError):
-            time.sleep(0.1)
+            time.sleep(poll_s)
     raise ServerFailed(f"the server was not healthy after {START_TIMEOUT_S} s")
 
 
-def _stop(server: subprocess.Popen[bytes]) -> None:
+def first_model(url: str, headers: dict[str, str] | None = None) -> str:
+    """The first name in /v1/models."""
+    request = urllib.request.Request(f"{url}/v1/models", headers=headers or {})
+    with urllib.request.urlopen(request, timeout=30) as response:
+        name: str = json.load(response)["data"][0]["id"]
+    return name
+
+
+def stop(server: subprocess.Popen[bytes]) -> None:
+    """SIGTERM, and SIGKILL if that is not enough."""
     if server.poll() is None:
         server.send_signal(signal.SIGTERM)
     try:

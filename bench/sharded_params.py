@@ -10,11 +10,9 @@ costs in Python and in the dispatcher. Milliseconds, medians.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from bench.report import RESULTS, save, table
+from bench.report import command_line, save, table
 from models.ops.collectives import all_reduce
 
 HIDDEN = 64
@@ -81,10 +79,9 @@ def timed(step: Callable[[], Any]) -> dict[str, float]:
 
 def main() -> None:
     """Both ways, eager and compiled."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = command_line("sharded_params", __doc__, "sharded_params")
     parser.add_argument("--layers", type=int, default=28)
     parser.add_argument("--size", type=int, default=2)
-    parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=args.size)
     torch.set_num_threads(1)
@@ -108,7 +105,7 @@ def main() -> None:
             for name, step in ways.items():
                 rows.append({"parameters": name, "compiled": compiled, **timed(step)})
     print(table(rows))
-    print(save("sharded_params", {"layers": args.layers, "rows": rows}, args.results))
+    print(save(args.name, {"layers": args.layers, "rows": rows}, args.results))
     dist.destroy_process_group()
 
 

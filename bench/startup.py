@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.report import RESULTS, save, table
+from bench.report import add_config, command_line, save, table
 from bench.server_process import ServerFailed, free_port
 from engine.config import load_config
 
@@ -204,7 +204,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "cold": as_json(cold),
         "warm": [as_json(start) for start in warm],
     }
-    print(f"written to {save('startup', result, options.results)}")
+    print(f"written to {save(options.name, result, options.results)}")
     if load_config(options.config, options.overrides).compile.backend == "eager":
         return 0
     bad = {k: v for start in warm for k, v in start.counters.items() if v}
@@ -214,15 +214,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="fullgraph bench startup", description="Seconds of a cold and of warm starts."
-    )
-    parser.add_argument("config", type=Path)
-    parser.add_argument("--set", dest="overrides", action="append", default=[])
+    parser = command_line("startup", __doc__, "startup")
+    add_config(parser)
     parser.add_argument("--warm", type=int, default=3, help="warm starts; the median is shown")
     parser.add_argument("--keep", type=Path, help="an empty folder for the cache, to look at after")
     parser.add_argument("--request", default="Hello", help="prompt of the first request")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the JSON")
     return parser
 
 
