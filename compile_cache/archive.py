@@ -24,6 +24,7 @@ from compile_cache.manifest import (
     Manifest,
     read_manifest,
     read_object,
+    usable_manifest,
     write_manifest,
     write_object,
 )
@@ -112,10 +113,7 @@ def _take(
                 raise CacheError(
                     f"{file} is damaged: {record.sha256} is missing or not what it was"
                 )
-        try:
-            stored = read_manifest(entry)
-        except (FileNotFoundError, Damaged):
-            stored = manifest
+        stored = usable_manifest(entry) or manifest
         jobs = {**stored.jobs, **manifest.jobs}
         merged = replace(
             stored,

@@ -12,6 +12,7 @@ entry is wanted.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
@@ -128,6 +129,13 @@ def read_manifest(entry: Path) -> Manifest:
         raise
     except OSError as error:
         raise Damaged(f"{path} cannot be read ({error})") from error
+
+
+def usable_manifest(entry: Path) -> Manifest | None:
+    """The manifest of an entry's folder; None where there is none or it cannot be used."""
+    with contextlib.suppress(FileNotFoundError, Damaged):
+        return read_manifest(entry)
+    return None
 
 
 def read_object(entry: Path, record: FileRecord) -> bytes:

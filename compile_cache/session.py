@@ -34,9 +34,9 @@ from compile_cache.manifest import (
     Damaged,
     FileRecord,
     Manifest,
-    read_manifest,
     read_object,
     sweep_objects,
+    usable_manifest,
     write_manifest,
     write_object,
 )
@@ -201,9 +201,8 @@ class Session:
 
     def _take_in(self, work: Path) -> bool:
         """Restore what the stored manifest has and this one lacks or could not use."""
-        try:
-            stored = read_manifest(self._entry)
-        except (FileNotFoundError, Damaged):
+        stored = usable_manifest(self._entry)
+        if stored is None:
             return False
         known = self.manifest.files.keys() - self.damaged.keys()
         self._restore(work, {n: r for n, r in stored.files.items() if n not in known})
@@ -221,13 +220,11 @@ class Session:
             self._lock = None
 
     def _commit(self, work: Path, exclusive: bool) -> None:
-        try:
-            stored = read_manifest(self._entry)
-        except (FileNotFoundError, Damaged):
-            stored = Manifest(self.manifest.fingerprint)
+        stored = usable_manifest(self._entry) or Manifest(self.manifest.fingerprint)
         files = {n: r for n, r in stored.files.items() if self._is_sound(n, r)}
         states: dict[str, tuple[int, int]] = {}
-        files |= self._new_files(work, files, states)
+        for name, path, states[name] in list(self._news(work, files)):
+            files[name] = write_object(self._entry, path.read_bytes())
         notes = {**stored.notes, **self._notes, "jobs": self._all_jobs(stored)}
         changed = replace(stored, files=files, notes=notes)
         write_manifest(self._entry, changed)
@@ -244,14 +241,7 @@ class Session:
             return True
         if any(stored.notes.get(key) != value for key, value in self._notes.items()):
             return True
-        return any(self._is_news(path, work) for path in work.rglob("*"))
-
-    def _is_news(self, path: Path, work: Path) -> bool:
-        name = path.relative_to(work).as_posix()
-        if _is_scratch(name) or path.is_symlink() or not path.is_file():
-            return False
-        changed = name.startswith(f"{BLOBS}/") and self._seen.get(name) != _state(path)
-        return changed or name not in self.manifest.files
+        return any(True for _ in self._news(work, stored.files))
 
     def _all_jobs(self, stored: Manifest) -> dict[str, float]:
         jobs = {n: s for n, s in stored.jobs.items() if n not in self._forgotten}
@@ -264,21 +254,20 @@ class Session:
             return False
         return True
 
-    def _new_files(
-        self, work: Path, stored: Mapping[str, FileRecord], states: dict[str, tuple[int, int]]
-    ) -> dict[str, FileRecord]:
-        new: dict[str, FileRecord] = {}
+    def _news(
+        self, work: Path, stored: Mapping[str, FileRecord]
+    ) -> Iterator[tuple[str, Path, tuple[int, int]]]:
+        """Name, path and state of each file that was made here and is not stored."""
         for path in sorted(work.rglob("*")):
             name = path.relative_to(work).as_posix()
             if _is_scratch(name) or path.is_symlink() or not path.is_file():
                 continue
-            states[name] = _state(path)
+            state = _state(path)
             # Torch names files by what went into them, so that one that another process stored is
             # as good as ours; a blob may have been put anew.
-            mine = name.startswith(f"{BLOBS}/") and self._seen.get(name) != states[name]
+            mine = name.startswith(f"{BLOBS}/") and self._seen.get(name) != state
             if mine or name not in stored:
-                new[name] = write_object(self._entry, path.read_bytes())
-        return new
+                yield name, path, state
 
     def _restore(self, work: Path, files: Mapping[str, FileRecord]) -> None:
         for name, record in files.items():

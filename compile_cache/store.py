@@ -19,7 +19,15 @@ from pathlib import Path
 
 from compile_cache.files import locked
 from compile_cache.fingerprint import Difference, Fingerprint, explain, shown
-from compile_cache.manifest import MANIFEST, OBJECTS, Damaged, Manifest, read_manifest, read_object
+from compile_cache.manifest import (
+    MANIFEST,
+    OBJECTS,
+    Damaged,
+    Manifest,
+    read_manifest,
+    read_object,
+    usable_manifest,
+)
 from compile_cache.session import LOCK, WORK, Session, Warn, is_live, sweep_work
 
 _LOCK_TIMEOUT_S = 5.0
@@ -218,9 +226,6 @@ def format_size(size: int) -> str:
 
 
 def _entry(path: Path) -> Entry:
-    manifest = None
-    with contextlib.suppress(FileNotFoundError, Damaged):
-        manifest = read_manifest(path)
     size, used = 0, 0.0
     for name in ("used", MANIFEST):
         with contextlib.suppress(OSError):
@@ -228,4 +233,4 @@ def _entry(path: Path) -> Entry:
     with contextlib.suppress(OSError):
         files = [path / MANIFEST, *(path / OBJECTS).iterdir()]
         size = sum(file.stat().st_size for file in files if file.is_file())
-    return Entry(path, manifest, size, used)
+    return Entry(path, usable_manifest(path), size, used)

@@ -7,17 +7,17 @@ what a layer computes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from compile_cache.session import Session
 from engine.errors import ConfigError
 from engine.flashinfer_plan import (
     AttentionShape,
     HostRows,
-    Keeper,
     PartPlan,
     PlanSpace,
     flashinfer,
@@ -45,7 +45,7 @@ class AttentionPlanner:
             of an extend step go through `decode`'s kernel.
         first_layer: the cache of the model's first layer.
         workspace_bytes: FlashInfer's float workspace; made larger where the buckets need it.
-        keeper: of FlashInfer's built modules.
+        keeper: of FlashInfer's built modules, an entry of the compile cache.
 
     Raises:
         ConfigError: FlashInfer is missing or of another version, or a kernel cannot serve this
@@ -60,7 +60,7 @@ class AttentionPlanner:
         buckets: Sequence[Bucket],
         first_layer: Tensor,
         workspace_bytes: int,
-        keeper: Keeper | None = None,
+        keeper: Session | None = None,
     ) -> None:
         assert attention_cuda is not None, "attention on a GPU needs Triton, which comes with torch"
         self._shape, self._device, self._keeper = shape, first_layer.device, keeper
@@ -75,7 +75,7 @@ class AttentionPlanner:
         self._workspace = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
         self._int_bytes = self._plan_bytes(most_tokens)
         self._spaces: dict[tuple[bool, int], PlanSpace] = {}
-        self._modules: dict[tuple[str, int], Any] = {}
+        self._modules: dict[str, Any] = {}
         self._scratch = decode_triton.Scratch.of(
             self._most_rows,
             shape.num_heads,
@@ -166,33 +166,30 @@ class AttentionPlanner:
         return part
 
     def _prefill_module(self, backend: str, window: int) -> Any:
-        key = (backend, int(window > 0))
-        if key not in self._modules:
-            dtype, dim, swa = self._shape.dtype, self._shape.head_dim, window > 0
+        dtype, dim, swa = self._shape.dtype, self._shape.head_dim, window > 0
 
-            def spec() -> Any:
-                return flashinfer("jit.attention").gen_batch_prefill_module(
-                    backend, dtype, dtype, dtype, torch.int32, dim, dim, 0, swa, False, False
-                )
+        def spec() -> Any:
+            return flashinfer("jit.attention").gen_batch_prefill_module(
+                backend, dtype, dtype, dtype, torch.int32, dim, dim, 0, swa, False, False
+            )
 
-            name = f"prefill-{backend}-{_name(dtype)}-{dim}-{int(swa)}"
-            self._modules[key] = load_module(name, spec, self._keeper)
-        return self._modules[key]
+        return self._module(f"prefill-{backend}-{_name(dtype)}-{dim}-{int(swa)}", spec)
 
     def _xqa(self, window: int) -> Any:
-        key = ("xqa", int(window > 0))
-        if key not in self._modules:
-            shape, dtype, swa = self._shape, self._shape.dtype, window > 0
-            page, dim, group = shape.page_size, shape.head_dim, shape.group
+        dtype, swa = self._shape.dtype, window > 0
+        page, dim, group = self._shape.page_size, self._shape.head_dim, self._shape.group
 
-            def spec() -> Any:
-                return flashinfer("jit.xqa").gen_xqa_module(
-                    dtype, dtype, page, dim, group, swa, dtype, 1
-                )
+        def spec() -> Any:
+            module = flashinfer("jit.xqa").gen_xqa_module
+            return module(dtype, dtype, page, dim, group, swa, dtype, 1)
 
-            name = f"xqa-{_name(dtype)}-{page}-{dim}-{group}-{int(swa)}"
-            self._modules[key] = xqa_call(load_module(name, spec, self._keeper))
-        return self._modules[key]
+        name = f"xqa-{_name(dtype)}-{page}-{dim}-{group}-{int(swa)}"
+        return xqa_call(self._module(name, spec))
+
+    def _module(self, name: str, spec: Callable[[], Any]) -> Any:
+        if name not in self._modules:
+            self._modules[name] = load_module(name, spec, self._keeper)
+        return self._modules[name]
 
     def _check(self, decode: str, extend: str) -> None:
         shape, major = self._shape, torch.cuda.get_device_capability(self._device)[0]

@@ -14,13 +14,13 @@ import importlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from compile_cache.session import Session
 from engine.errors import ConfigError
 from engine.scheduler.batch import I32, ScheduledBatch
 
@@ -204,17 +204,7 @@ def flashinfer(module: str) -> Any:
     return importlib.import_module(f"flashinfer.{module}")
 
 
-class Keeper(Protocol):
-    """Where built modules are kept; a compile cache's session is one."""
-
-    def path(self, name: str) -> Path | None:
-        """The file kept under a name."""
-
-    def put(self, name: str, data: bytes) -> bool:
-        """Keep a file."""
-
-
-def load_module(name: str, make_spec: Callable[[], Any], keeper: Keeper | None) -> Any:
+def load_module(name: str, make_spec: Callable[[], Any], keeper: Session | None) -> Any:
     """A kernel module. One that was kept is loaded without FlashInfer, whose import takes seconds.
 
     Args:

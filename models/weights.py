@@ -89,23 +89,21 @@ def load_params(
         return param
 
     params: Tree = map_tree(load, specs)
-    positions = num_positions or model.max_position
-    table = rope_table(model.rope, model.head_dim, positions, model.max_position)
-    params["rope"] = table.to(device)
-    _add_first_id(params, tp)
+    _add_tables(params, model, tp, num_positions or model.max_position)
     _report(progress, "", total, total)
     return params
 
 
-def _add_first_id(params: Tree, tp: TensorParallel) -> None:
-    """The first id of this rank's share of the vocabulary; a tensor, so that all ranks compile the
-    same.
+def _add_tables(params: Tree, model: ModelConfig, tp: TensorParallel, num_positions: int) -> None:
+    """What no checkpoint holds; the first id of this rank's share of the vocabulary is a tensor, so
+    that all ranks compile the same.
     """
+    embed = params["embed"]
+    table = rope_table(model.rope, model.head_dim, num_positions, model.max_position)
+    params["rope"] = table.to(embed.device)
     if tp.size > 1:
-        embed = params["embed"]
-        params["first_id"] = torch.tensor(
-            tp.rank * embed.shape[0], dtype=torch.int32, device=embed.device
-        )
+        first = tp.rank * embed.shape[0]
+        params["first_id"] = torch.tensor(first, dtype=torch.int32, device=embed.device)
 
 
 def hollow_params(
@@ -129,9 +127,7 @@ def hollow_params(
         return param.set_(memory.untyped_storage(), 0, shape, strides)
 
     params: Tree = map_tree(make, param_specs(model, dtype))
-    table = rope_table(model.rope, model.head_dim, num_positions, model.max_position)
-    params["rope"] = table.to(device)
-    _add_first_id(params, tp)
+    _add_tables(params, model, tp, num_positions)
     return params
 
 

@@ -146,7 +146,7 @@ def test_a_built_module_is_kept_and_loaded_without_flashinfer(
     spec = SimpleNamespace(
         name="m", build_and_load=lambda: "module", get_library_path=lambda: built
     )
-    keeper = _Keeper(tmp_path)
+    keeper: Any = _Keeper(tmp_path)
     assert load_module("m", lambda: spec, keeper) == "module" and not loaded
 
     def never() -> Any:

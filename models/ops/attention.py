@@ -11,11 +11,9 @@ query heads, K kv heads, Q query heads per kv head, D head dim, P page-table col
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
-from torch import Tensor, library
+from torch import Tensor
 
 from models.ops import cpu_kernels
 from models.ops.define import define
@@ -89,13 +87,9 @@ def attend_on_cpu(
     return o_THD
 
 
-define("paged_attention", library.infer_schema(attend_on_cpu, mutates_args=()), attend_on_cpu)
-paged_attention = torch.ops.fullgraph.paged_attention.default
-
-
-@library.register_fake("fullgraph::paged_attention")
-def _(q_THD: Tensor, *_: Any) -> Tensor:
-    return q_THD.new_empty(q_THD.shape)
+paged_attention = define(
+    "paged_attention", attend_on_cpu, fake=lambda q_THD, *_: q_THD.new_empty(q_THD.shape)
+)
 
 
 def reference_attention(

@@ -7,21 +7,30 @@ not need (autograd, version counters). CUDA implementations are added with its `
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import library
 
 
-def define(name: str, schema: str, cpu: Callable[..., Any]) -> None:
-    """Define `fullgraph::name` with its CPU implementation; a fake must be registered beside it.
+def define(
+    name: str,
+    cpu: Callable[..., Any],
+    fake: Callable[..., Any],
+    mutates: Sequence[str] = (),
+) -> Any:
+    """`fullgraph::name`, defined.
 
     Args:
-        name: of the operator.
-        schema: from `infer_schema`, which says what is mutated.
-        cpu: the implementation; it returns no view of its arguments.
+        cpu: the implementation; it returns no view of its arguments. Its annotations are the
+            operator's.
+        fake: of the outputs' shapes.
+        mutates: names of the arguments that it writes to.
     """
     tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
-    library.define(f"fullgraph::{name}", schema, tags=tags)
-    library.impl(f"fullgraph::{name}", "cpu")(cpu)
+    full = f"fullgraph::{name}"
+    library.define(full, library.infer_schema(cpu, mutates_args=mutates), tags=tags)
+    library.impl(full, "cpu")(cpu)
+    library.register_fake(full)(fake)
+    return getattr(torch.ops.fullgraph, name).default

@@ -9,7 +9,7 @@ Legend: T tokens, K kv heads, D head dim, N flat token places of the cache.
 from __future__ import annotations
 
 import torch
-from torch import Tensor, library
+from torch import Tensor
 
 from models.ops import cpu_kernels
 from models.ops.define import define
@@ -62,14 +62,4 @@ def reference_write(k_TKD: Tensor, v_TKD: Tensor, kv_layer: Tensor, kv_slots_T: 
     rows_NKD.index_copy_(0, key_rows_T + page_size, v_TKD)
 
 
-define(
-    "kv_write",
-    library.infer_schema(write_on_cpu, mutates_args=("kv_layer",)),
-    write_on_cpu,
-)
-kv_write = torch.ops.fullgraph.kv_write.default
-
-
-@library.register_fake("fullgraph::kv_write")
-def _(k_TKD: Tensor, v_TKD: Tensor, kv_layer: Tensor, kv_slots_T: Tensor) -> None:
-    return None
+kv_write = define("kv_write", write_on_cpu, fake=lambda *_: None, mutates=("kv_layer",))

@@ -23,7 +23,7 @@ def lm_head(x_LE: Tensor, weight_WE: Tensor) -> Tensor:
     """
     if not x_LE.is_cuda or x_LE.dtype == torch.float32:
         return F.linear(x_LE, weight_WE)
-    logits_LW: Tensor = torch.ops.fullgraph.lm_head(x_LE, weight_WE)
+    logits_LW: Tensor = _lm_head(x_LE, weight_WE)
     return logits_LW
 
 
@@ -31,12 +31,11 @@ def _lm_head_cpu(x_LE: Tensor, weight_WE: Tensor) -> Tensor:
     return F.linear(x_LE.float(), weight_WE.float())
 
 
-define("lm_head", "(Tensor x_LE, Tensor weight_WE) -> Tensor", _lm_head_cpu)
-
-
-@library.register_fake("fullgraph::lm_head")
-def _(x_LE: Tensor, weight_WE: Tensor) -> Tensor:
+def _fake(x_LE: Tensor, weight_WE: Tensor) -> Tensor:
     return x_LE.new_empty((x_LE.shape[0], weight_WE.shape[0]), dtype=torch.float32)
+
+
+_lm_head = define("lm_head", _lm_head_cpu, _fake)
 
 
 @library.impl("fullgraph::lm_head", "cuda")
