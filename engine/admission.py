@@ -203,4 +203,4 @@ def _check_range(name: str, value: float, least: float, most: float) -> None:
 
 
 def _refused(name: str, value: object, allowed: str) -> InvalidRequest:
-    return InvalidRequest(f"{name}: got {value}, allowed: {allowed}", param=name)
+    return InvalidRequest.of(name, f"got {value}, allowed: {allowed}")

@@ -15,6 +15,8 @@ Knows nothing of HTTP frameworks, torch or any other module of ours: a leaf.
 
 from __future__ import annotations
 
+from typing import Self
+
 
 class FullgraphError(Exception):
     """Base of every error that fullgraph raises on purpose."""
@@ -49,6 +51,11 @@ class RequestError(FullgraphError):
 
 class InvalidRequest(RequestError):
     """The user's mistake (HTTP 400)."""
+
+    @classmethod
+    def of(cls, param: str, text: str) -> Self:
+        """A mistake in one field, which the message names first."""
+        return cls(f"{param}: {text}", param=param)
 
 
 class NotFound(RequestError):

@@ -222,7 +222,7 @@ class LLM:
         """The pieces of one answer as they come. Closing the iterator aborts the request."""
         params = params or self.default_params()
         if params.n != 1:
-            raise InvalidRequest(f"n: got {params.n}, allowed: 1 when streaming", param="n")
+            raise InvalidRequest.of("n", f"got {params.n}, allowed: 1 when streaming")
         [choice] = self._choices(prompt, params, 0, time.perf_counter())
         shown_ids = shown_pieces = 0
         for _ in self._run([choice], each_step=True):
@@ -250,7 +250,7 @@ class LLM:
 
     def _chat_ids(self, messages: Sequence[dict[str, Any]]) -> list[int]:
         if self.tokenizer is None:
-            raise InvalidRequest("messages: the model has no tokenizer", param="messages")
+            raise InvalidRequest.of("messages", "the model has no tokenizer")
         return self.tokenizer.encode_chat(messages)
 
     def _choices(
@@ -263,7 +263,7 @@ class LLM:
         if self._closed:
             raise FullgraphError("the LLM is closed")
         if params.stop and self.tokenizer is None:
-            raise InvalidRequest("stop: the model has no tokenizer", param="stop")
+            raise InvalidRequest.of("stop", "the model has no tokenizer")
         eos_ids = self.tokenizer.eos_ids if self.tokenizer else self.engine.model.eos_ids
         requests = build_requests(prompt, params, self._limits, eos_ids, lambda: next(self._ids))
         return [

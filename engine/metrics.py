@@ -5,6 +5,7 @@ Each server has a registry of its own, so that several can live in one process (
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -39,38 +40,25 @@ class Metrics:
         registry = self._registry
         self._engine = _EngineCollector()
         registry.register(self._engine)
-        self._http = Counter(
-            "fullgraph_http_requests",
-            "HTTP requests answered.",
-            ["endpoint", "status"],
-            registry=registry,
+        counter = functools.partial(Counter, registry=registry)
+        seconds = functools.partial(Histogram, registry=registry, buckets=_SECONDS)
+        self._http = counter(
+            "fullgraph_http_requests", "HTTP requests answered.", ["endpoint", "status"]
         )
-        self._finished = Counter(
-            "fullgraph_choices", "Choices ended, by reason.", ["reason"], registry=registry
-        )
-        self._prompt_tokens = Counter(
-            "fullgraph_prompt_tokens", "Prompt tokens accepted.", registry=registry
-        )
-        self._generated_tokens = Counter(
-            "fullgraph_generated_tokens", "Tokens given to clients.", registry=registry
-        )
-        self._first_token = Histogram(
+        self._finished = counter("fullgraph_choices", "Choices ended, by reason.", ["reason"])
+        self._prompt_tokens = counter("fullgraph_prompt_tokens", "Prompt tokens accepted.")
+        self._generated_tokens = counter("fullgraph_generated_tokens", "Tokens given to clients.")
+        self._first_token = seconds(
             "fullgraph_time_to_first_token_seconds",
             "From the request's arrival to its first token.",
-            buckets=_SECONDS,
-            registry=registry,
         )
-        self._per_token = Histogram(
+        self._per_token = seconds(
             "fullgraph_time_per_output_token_seconds",
             "Mean time between a choice's tokens, once per choice.",
             buckets=_TOKEN_SECONDS,
-            registry=registry,
         )
-        self._whole = Histogram(
-            "fullgraph_request_seconds",
-            "From the request's arrival to the end of a choice.",
-            buckets=_SECONDS,
-            registry=registry,
+        self._whole = seconds(
+            "fullgraph_request_seconds", "From the request's arrival to the end of a choice."
         )
         self._open = Gauge("fullgraph_open_requests", "Choices in flight.", registry=registry)
 

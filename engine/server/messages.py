@@ -22,7 +22,7 @@ def template_messages(
         InvalidRequest: none at all, or one that is wrong; names it.
     """
     if not messages:
-        raise InvalidRequest("messages: at least one message is needed", param="messages")
+        raise InvalidRequest.of("messages", "at least one message is needed")
     return [
         _message(message, f"messages.{index}", knows_role) for index, message in enumerate(messages)
     ]
@@ -31,22 +31,20 @@ def template_messages(
 def _message(message: Data, where: str, knows_role: Callable[[str], bool]) -> dict[str, Any]:
     role = message.get("role")
     if not isinstance(role, str) or not knows_role(role):
-        raise InvalidRequest(
-            f"{where}.role: got {role!r}; allowed: system, developer, user, assistant, tool, "
-            "function, and what the model's chat template names",
-            param=f"{where}.role",
+        allowed = "system, developer, user, assistant, tool, function"
+        raise InvalidRequest.of(
+            f"{where}.role",
+            f"got {role!r}; allowed: {allowed}, and what the model's chat template names",
         )
     content = message.get("content")
     calls = message.get("tool_calls") or message.get("function_call")
     if content is None and not (role == "assistant" and calls):
-        raise InvalidRequest(f"{where}.content: this field is required", param=f"{where}.content")
+        raise InvalidRequest.of(f"{where}.content", "this field is required")
     if isinstance(content, list):
         parts = (_part(part, f"{where}.content.{i}") for i, part in enumerate(content))
         content = "\n".join(parts)
     elif content is not None and not isinstance(content, str):
-        raise InvalidRequest(
-            f"{where}.content: a text or a list of text parts is expected", param=f"{where}.content"
-        )
+        raise InvalidRequest.of(f"{where}.content", "a text or a list of text parts is expected")
     return {**message, "content": content}
 
 
@@ -56,10 +54,9 @@ def _part(part: object, where: str) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     text = part.get(kind) if isinstance(part, dict) and kind in ("text", "refusal") else None
     if not isinstance(text, str):
-        raise InvalidRequest(
-            f"{where}: got a part of type {kind!r}; this model takes only "
-            '{"type": "text", "text": ...}',
-            param=where,
+        taken = '{"type": "text", "text": ...}'
+        raise InvalidRequest.of(
+            where, f"got a part of type {kind!r}; this model takes only {taken}"
         )
     return text
 
@@ -81,8 +78,6 @@ def template_tools(
         function = tool.get("function")
         name = function.get("name") if isinstance(function, dict) else None
         if tool.get("type") != "function" or not isinstance(name, str):
-            raise InvalidRequest(
-                f'tools.{index}: {{"type": "function", "function": {{"name": ...}}}} is expected',
-                param=f"tools.{index}",
-            )
+            shape = '{"type": "function", "function": {"name": ...}}'
+            raise InvalidRequest.of(f"tools.{index}", f"{shape} is expected")
     return shown if shown and choice != "none" else None

@@ -31,36 +31,35 @@ def completion_prompts(
         InvalidRequest: another shape, an empty prompt, or too many.
     """
     if prompt is None:
-        raise InvalidRequest("prompt: this field is required", param="prompt")
+        raise InvalidRequest.of("prompt", "this field is required")
     items: list[Any] = prompt if isinstance(prompt, list) else [prompt]
     if not items:
-        raise InvalidRequest("prompt: the list is empty", param="prompt")
+        raise InvalidRequest.of("prompt", "the list is empty")
     if isinstance(items[0], int | float) and isinstance(prompt, list):
         items = [items]  # one prompt of token ids
     if len(items) > max_prompts:
-        raise InvalidRequest(
-            f"prompt: got {len(items)} prompts, allowed: at most {max_prompts}", param="prompt"
+        raise InvalidRequest.of(
+            "prompt", f"got {len(items)} prompts, allowed: at most {max_prompts}"
         )
     if all(isinstance(item, str) for item in items):
         return [_text_prompt(item, tokenizer, add_special_tokens) for item in items]
     if all(isinstance(item, list) for item in items):
         return [_ids_prompt(item) for item in items]
-    raise InvalidRequest(
-        "prompt: a text, a list of texts, a list of token ids or a list of such lists is expected",
-        param="prompt",
+    raise InvalidRequest.of(
+        "prompt", "a text, a list of texts, a list of token ids or a list of such lists is expected"
     )
 
 
 def _text_prompt(text: str, tokenizer: Tokenizer, add_special_tokens: bool) -> Prompt:
     ids = tokenizer.encode(text, add_special_tokens=add_special_tokens) if text else []
     if not ids:
-        raise InvalidRequest("prompt: it is empty", param="prompt")
+        raise InvalidRequest.of("prompt", "it is empty")
     return Prompt(text, ids)
 
 
 def _ids_prompt(ids: list[Any]) -> Prompt:
     if not set(map(type, ids)) <= {int}:  # parsed JSON: a bool has a type of its own
-        raise InvalidRequest("prompt: token ids must be integers", param="prompt")
+        raise InvalidRequest.of("prompt", "token ids must be integers")
     if not ids:
-        raise InvalidRequest("prompt: it is empty", param="prompt")
+        raise InvalidRequest.of("prompt", "it is empty")
     return Prompt(None, ids)

@@ -156,16 +156,25 @@ def check_model(name: str | None, config: EngineConfig) -> str:
     return config.served_name
 
 
+S = TypeVar("S", bound=SamplingBody)
+
+
+def _supported(cls: type[S], body: bytes, context: Context) -> tuple[S, str]:
+    """A body that asks for nothing we lack, and the model's name."""
+    data = parse_json(body)
+    request = parse_body(cls, data)
+    model = check_model(request.model, context.config)
+    refuse_unsupported(data)
+    return request, model
+
+
 def completion_job(body: bytes, context: Context) -> Job:
     """A Job out of the body of /v1/completions.
 
     Raises:
         InvalidRequest, NotFound: as the error says.
     """
-    data = parse_json(body)
-    request = parse_body(CompletionBody, data)
-    model = check_model(request.model, context.config)
-    refuse_unsupported(data)
+    request, model = _supported(CompletionBody, body, context)
     if request.best_of not in (None, 1 if request.n is None else request.n):
         raise InvalidRequest("best_of is not supported other than equal to n", param="best_of")
     echo, logprobs = bool(request.echo), request.logprobs
@@ -198,10 +207,7 @@ def chat_job(body: bytes, context: Context) -> Job:
     Raises:
         InvalidRequest, NotFound: as the error says.
     """
-    data = parse_json(body)
-    request = parse_body(ChatBody, data)
-    model = check_model(request.model, context.config)
-    refuse_unsupported(data)
+    request, model = _supported(ChatBody, body, context)
     if request.top_logprobs and not request.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs = true", param="top_logprobs")
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
@@ -262,10 +268,7 @@ def _answer_options(request: SamplingBody) -> dict[str, bool]:
         raise InvalidRequest("stream_options needs stream = true", param="stream_options")
     include_usage = (request.stream_options or {}).get("include_usage")
     if include_usage not in (None, True, False):
-        raise InvalidRequest(
-            "stream_options.include_usage: true or false is expected",
-            param="stream_options.include_usage",
-        )
+        raise InvalidRequest.of("stream_options.include_usage", "true or false is expected")
     return {
         "stream": bool(request.stream),
         "include_usage": bool(include_usage),
@@ -276,17 +279,15 @@ def _answer_options(request: SamplingBody) -> dict[str, bool]:
 def _stop_strings(stop: object, most: int, longest: int) -> tuple[str, ...]:
     strings = [] if stop is None else [stop] if isinstance(stop, str) else stop
     if not isinstance(strings, list):
-        raise InvalidRequest("stop: a text or a list of texts is expected", param="stop")
+        raise InvalidRequest.of("stop", "a text or a list of texts is expected")
     if len(strings) > most:
-        raise InvalidRequest(
-            f"stop: got {len(strings)} strings, allowed: at most {most}", param="stop"
-        )
+        raise InvalidRequest.of("stop", f"got {len(strings)} strings, allowed: at most {most}")
     for string in strings:
         if not isinstance(string, str) or not string:
-            raise InvalidRequest("stop: each string must be a non-empty text", param="stop")
+            raise InvalidRequest.of("stop", "each string must be a non-empty text")
         if len(string) > longest:
-            raise InvalidRequest(
-                f"stop: got {len(string)} characters, allowed: at most {longest}", param="stop"
+            raise InvalidRequest.of(
+                "stop", f"got {len(string)} characters, allowed: at most {longest}"
             )
     return tuple(dict.fromkeys(strings))
 
@@ -294,12 +295,10 @@ def _stop_strings(stop: object, most: int, longest: int) -> tuple[str, ...]:
 def _logit_bias(bias: Mapping[str, float] | None, most: int) -> dict[int, float] | None:
     """The field with ids for keys; which ids and values are allowed is admission's business."""
     if bias is not None and len(bias) > most:
-        raise InvalidRequest(
-            f"logit_bias: got {len(bias)} entries, allowed: at most {most}", param="logit_bias"
-        )
+        raise InvalidRequest.of("logit_bias", f"got {len(bias)} entries, allowed: at most {most}")
     for key in bias or ():
         if not re.fullmatch("[0-9]{1,12}", key):
-            raise InvalidRequest(f"logit_bias: {key[:20]!r} is no token id", param="logit_bias")
+            raise InvalidRequest.of("logit_bias", f"{key[:20]!r} is no token id")
     return {int(key): value for key, value in bias.items()} if bias else None
 
 
@@ -314,9 +313,8 @@ def _sampling_params(
     config, tokenizer = context.config, context.tokenizer
     min_tokens = request.min_tokens or 0
     if max_tokens is not None and min_tokens > max(max_tokens, 0):
-        raise InvalidRequest(
-            f"min_tokens: got {min_tokens}, allowed: at most max_tokens, which is {max_tokens}",
-            param="min_tokens",
+        raise InvalidRequest.of(
+            "min_tokens", f"got {min_tokens}, allowed: at most max_tokens, which is {max_tokens}"
         )
     given = {name: getattr(request, name) for name in _AS_GIVEN}
     known = {name: value for name, value in given.items() if value is not None}

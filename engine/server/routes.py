@@ -126,9 +126,7 @@ def _detokenize(body: bytes, context: Context) -> dict[str, Any]:
     check_model(request.model, context.config)
     vocab_size = context.ready.vocab_size
     if any(not 0 <= token_id < vocab_size for token_id in request.tokens):
-        raise InvalidRequest(
-            f"tokens: an id is outside the vocabulary of {vocab_size}", param="tokens"
-        )
+        raise InvalidRequest.of("tokens", f"an id is outside the vocabulary of {vocab_size}")
     return {"prompt": context.tokenizer.decode(request.tokens, skip_special_tokens=False)}
 
 

@@ -136,11 +136,9 @@ def refuse_unsupported(data: Mapping[str, Any]) -> None:
             param="response_format",
         )
     if data.get("modalities") not in (None, ["text"]):
-        raise InvalidRequest("modalities: only ['text'] is supported", param="modalities")
+        raise InvalidRequest.of("modalities", "only ['text'] is supported")
     forced = data.get("tool_choice"), data.get("function_call")
     for name, choice in zip(("tool_choice", "function_call"), forced, strict=True):
         if choice not in (None, "none", "auto"):
-            raise InvalidRequest(
-                f"{name}: a call cannot be forced on this server; allowed: 'none', 'auto'",
-                param=name,
-            )
+            reason = "a call cannot be forced on this server; allowed: 'none', 'auto'"
+            raise InvalidRequest.of(name, reason)
