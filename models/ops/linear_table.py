@@ -24,7 +24,7 @@ class Choice(NamedTuple):
         fuse_norm: an RMS norm before the matrix is 0: a kernel of its own, 1: applied to x,
             2: applied to w.
         block_m: rows of x of a tile at most. tma: tiles come through tensor descriptors (Hopper
-            and later), the norm from a kernel of its own.
+            and later), norm and SwiGLU from kernels of their own.
         ahead: one row: the programs that find room while the kernel before still runs bring the
             weights of others into the L2 cache.
     """
@@ -72,9 +72,9 @@ TABLE: dict[tuple[int, int, bool], tuple[tuple[int, Choice | None], ...]] = {
     (5120, 5120, False): ((1, Choice(2, 2048)),),
     (17408, 5120, True): ((1, Choice(4, 1024)),),
     (5120, 17408, False): ((1, Choice(4, 512)),),
-    # Its halves, of two ranks.
+    # Its halves, of two ranks; more rows are cuBLAS's.
     (3584, 5120, False): ((1, Choice(8, 1024)),),
-    (5120, 2560, False): ((1, Choice(4, 1024)),),
+    (5120, 2560, False): ((1, Choice(4, 1024)), (64, None)),
     (8704, 5120, True): ((1, Choice(2, 1024)),),
     (5120, 8704, False): ((1, Choice(4, 512)),),
     # Llama-3-8B, whose qkv and o are Qwen3-8B's, too.

@@ -134,8 +134,8 @@ def _launch_skinny(
     grid = (triton.cdiv(columns, tile_columns), tiles.split, triton.cdiv(num_rows, block_m))
     tiled: list[Any] = list(operands[:2])
     if tiles.tma:
-        assert not flags["NORM"], tiles
-        blocks = ([block_m, tiles.block_k], [tile_columns, tiles.block_k])
+        assert not act and not flags["NORM"], tiles
+        blocks = ([block_m, tiles.block_k], [tiles.block_n, tiles.block_k])
         tiled = [*map(TensorDescriptor.from_tensor, tiled, blocks)]
     _skinny_kernel[grid](
         *tiled,
@@ -331,15 +331,12 @@ def _skinny_kernel(
         gdc_wait()
         gdc_launch_dependents()
     w_at += k[None, :]
-    acc = tl.zeros([BO if TMA else BN, BM], tl.float32)
-    up_acc = acc
+    acc = tl.zeros([BN, BM], tl.float32)
     squares = tl.zeros([BM], tl.float32)
     for i in tl.range(0, KS, BK, num_stages=STAGES):
         if TMA:
-            w = w_desc.load([tile * BO, begin + i])
+            w = w_desc.load([tile * BN, begin + i])
             x = x_desc.load([tl.program_id(2) * BM, begin + i]).T
-            if ACT:
-                up_acc = tl.dot(w_desc.load([N + tile * BO, begin + i]), x, up_acc)
         else:
             w = tl.load(w_ptr + w_at + i, mask=valid, other=0.0, eviction_policy="evict_first")
             x = tl.load(x_ptr + x_at + i, mask=some, other=0.0)
@@ -352,8 +349,6 @@ def _skinny_kernel(
             else:
                 w = w * scale[None, :]
         acc = tl.dot(w, x, acc)
-    if TMA and ACT:
-        acc = tl.reshape(tl.permute(tl.join(acc, up_acc), [2, 0, 1]), [BN, BM])
     last = True
     if SPLIT > 1:
         acc, squares, last = _join_parts(

@@ -21,8 +21,7 @@ def test_choices_fit(columns: int, inner: int, act: bool) -> None:
         else:
             assert inner % (choice.split * choice.block_k) == 0, (rows, choice)
             assert choice.block_m >= 16
-            tile = choice.block_n // 2 if act else choice.block_n
-            assert not choice.tma or not (choice.fuse_norm or columns % tile)
+            assert not choice.tma or not (act or choice.fuse_norm or columns % choice.block_n)
         for value in (choice.block_n, choice.block_k, choice.block_m):
             assert value & (value - 1) == 0, (rows, choice)
 
