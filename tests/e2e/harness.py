@@ -21,7 +21,7 @@ def write_config(folder: Path, device: str = "cpu", /, **sections: dict[str, Any
     settings: dict[str, Any] = {
         "model": {"path": str(folder), "max_model_len": 256, "dtype": "float32"},
         "device": device,
-        "compile": {"backend": "eager"},
+        "compile": {"backend": "eager", "threads": 1},
         "kv": {"bytes": "16 MiB"},
         "scheduler": {"max_running": 8},
         "log": {"progress": "none"},
