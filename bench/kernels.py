@@ -30,7 +30,7 @@ from engine.attention_plan import AttentionPlanner
 from engine.flashinfer_plan import AttentionShape
 from engine.scheduler.batch import ScheduledBatch
 from engine.step_inputs import Bucket, empty_batch
-from models.ops import attention_cuda, decode_triton, fused_triton, linear_triton
+from models.ops import attention_cuda, decode_triton, fused_triton, linear_gluon, linear_triton
 from models.ops.linear_table import Choice, choose_linear
 
 BANDWIDTH = 4.3e12  # bytes a second, measured by a device copy
@@ -114,12 +114,13 @@ def candidates(m: Matrix, rows: int) -> Iterator[Choice | None]:
                 yield Choice(block_n, block_k, warps=warps)
         return
     if rows > 64:
-        for block_m, block_k, split in itertools.product((32, 64, 128), (64, 128), (1, 2, 4)):
-            programs = m.columns // 64 * -(-rows // block_m) * split
-            stages = min(8, (200 << 10) // (2 * block_k * (64 + block_m)))
-            cut = m.inner % (split * block_k) == 0 and 48 <= programs <= 320
-            if cut and not m.act and (m.residual or split == 1):
-                yield Choice(64, block_k, split, stages, 4, 0, block_m, tma=True)
+        for block_m, block_n, block_k in itertools.product((64, 128), (16, 32, 64), (64, 128)):
+            programs = m.columns // block_n * -(-rows // block_m)
+            stage = 2 * block_k * (block_m + block_n)
+            if 48 <= programs <= 264 and not m.act:
+                for stages in {min(8, room // stage) for room in (112 << 10, 224 << 10)}:
+                    for warps in (4, block_m // 16):
+                        yield Choice(block_n, block_k, 1, stages, warps, 0, block_m, gluon=True)
         return
     tiles = (
         (16, 256, 4, 4), (32, 128, 4, 4), (32, 256, 3, 4), (64, 64, 5, 4),
@@ -151,6 +152,9 @@ def linear_call(
         if m.act:
             fused_triton.silu_mul(out, y, True)
         return y if m.act else out
+    if choice.gluon:
+        linear_gluon.run(x, w, residual if m.residual else None, y, choice)
+        return y
     linear_triton.run(
         x,
         w,

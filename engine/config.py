@@ -196,17 +196,16 @@ class EngineConfig(Options):
 def _conflicts(config: EngineConfig) -> Iterator[tuple[str, object, str]]:
     """Combinations that no single key forbids: (key path, value, what is allowed)."""
     compile_, scheduler, model = config.compile, config.scheduler, config.model
+    for key, buckets in (("decode", compile_.decode_buckets), ("extend", compile_.extend_buckets)):
+        if buckets != "auto" and any(a >= b for a, b in zip(buckets, buckets[1:], strict=False)):
+            yield f"compile.{key}_buckets", list(buckets), _BUCKET_WORDS
     max_tokens, max_running = scheduler.max_step_tokens, scheduler.max_running
     limits = (
         ("decode", compile_.decode_buckets, "max_running", max_running),
         ("extend", compile_.extend_buckets, "max_step_tokens", max_tokens),
     )
     for key, buckets, limit_key, limit in limits:
-        if buckets == "auto":
-            continue
-        if any(a >= b for a, b in zip(buckets, buckets[1:], strict=False)):
-            yield f"compile.{key}_buckets", list(buckets), _BUCKET_WORDS
-        if limit not in ("auto", buckets[-1]):
+        if buckets != "auto" and limit != "auto" and buckets[-1] != limit:
             allowed = f"a list that ends with scheduler.{limit_key} = {limit}"
             yield f"compile.{key}_buckets", list(buckets), allowed
     if max_tokens != "auto" and max_running != "auto" and max_tokens < max_running:
@@ -217,8 +216,10 @@ def _conflicts(config: EngineConfig) -> Iterator[tuple[str, object, str]]:
     if (model.load == "gguf") != model.path.endswith(".gguf") and model.load != "auto":
         yield "model.load", model.load, f"a format that model.path = {model.path!r} has (or auto)"
     if config.device == "cpu":
-        for key in ("decode", "extend"):
-            kernel = getattr(config.attention, key)
+        for key, kernel in (
+            ("decode", config.attention.decode),
+            ("extend", config.attention.extend),
+        ):
             if kernel not in ("auto", "reference"):
                 yield f"attention.{key}", kernel, "auto or reference, with device = cpu"
 

@@ -120,17 +120,18 @@ def _chunk_kernel(
     chunk = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     ids = chunk * BLOCK + tl.arange(0, BLOCK)
+    # All loads come first, lest one wait for another.
+    temperature = tl.load(temperature_ptr + row * temperature_stride)
+    seed_lo = tl.load(seed_lo_ptr + row * seed_lo_stride).to(tl.uint32, bitcast=True)
+    seed_hi = tl.load(seed_hi_ptr + row * seed_hi_stride).to(tl.uint32, bitcast=True)
+    position = tl.load(positions_ptr + row * positions_stride).to(tl.uint32, bitcast=True)
+    threshold = tl.load(threshold_ptr + row * threshold_stride)
     x = tl.load(logits_ptr + row * logits_stride + ids, mask=ids < V, other=float("-inf"))
     x = x.to(tl.float32)
-    temperature = tl.load(temperature_ptr + row * temperature_stride)
     top = tl.reduce(x, 0, _larger)
     # A chunk of nothing but -inf would give NaN differences.
     score = x - tl.where(top == float("-inf"), 0.0, top)
     if temperature >= MIN_TEMPERATURE:
-        seed_lo = tl.load(seed_lo_ptr + row * seed_lo_stride).to(tl.uint32, bitcast=True)
-        seed_hi = tl.load(seed_hi_ptr + row * seed_hi_stride).to(tl.uint32, bitcast=True)
-        position = tl.load(positions_ptr + row * positions_stride).to(tl.uint32, bitcast=True)
-        threshold = tl.load(threshold_ptr + row * threshold_stride)
         score = score * (_LOG2E / temperature) - _noise(ids, seed_lo, seed_hi, position)
         score = tl.where(x < threshold, float("-inf"), score)
     best = tl.max(score, 0)

@@ -6,7 +6,7 @@ bucket where the compiler sees a symbol: one compile serves all buckets and each
 kernel. Which kernel is best for a shape was measured (linear_table.py); where nothing was, it is
 guessed from the shape.
 
-Knows nothing of layers or buckets. Triton's kernels are in linear_triton.py, for CUDA only.
+Knows nothing of layers or buckets. The kernels for CUDA are in linear_triton.py, linear_gluon.py.
 
 Legend: M rows of x, N columns of y, K inner dimension.
 """
@@ -24,9 +24,9 @@ from models.ops.linear_table import choose_linear
 from models.ops.plain import rms_norm
 
 try:
-    from models.ops import fused_triton, linear_triton
+    from models.ops import fused_triton, linear_gluon, linear_triton
 except ImportError:  # no Triton: a CPU
-    fused_triton = linear_triton = None  # type: ignore[assignment]
+    fused_triton = linear_gluon = linear_triton = None  # type: ignore[assignment]
 
 
 class Kernels(NamedTuple):
@@ -98,15 +98,19 @@ def _fused_linear_cuda(
     num_rows, inner = x_MK.shape
     columns = w_NK.shape[0] // (2 if act else 1)
     choice = choose_linear(num_rows, columns, inner, act)
-    if choice is not None and choice.tma and not pdl:
+    gluon = pdl and bias_N is None and x_MK.itemsize == 2
+    if choice is not None and (choice.gluon and not gluon or choice.tma and not pdl):
         choice = None  # descriptors and pdl come with Hopper
     if choice is None or (norm_K is not None and not choice.fuse_norm):
         x_MK, norm_K = _norm(x_MK, norm_K, eps, pdl), None
     if choice is None:
         return _with_cublas(x_MK, w_NK, bias_N, act, residual_MN, pdl)
     y_MN = torch.empty((num_rows, columns), dtype=x_MK.dtype, device=x_MK.device)
-    given = (x_MK, w_NK, bias_N, norm_K, eps, act, residual_MN, y_MN)
-    linear_triton.run(*given, choice, _workspace(x_MK.device), pdl)
+    if choice.gluon:
+        linear_gluon.run(x_MK, w_NK, residual_MN, y_MN, choice)
+    else:
+        given = (x_MK, w_NK, bias_N, norm_K, eps, act, residual_MN, y_MN)
+        linear_triton.run(*given, choice, _workspace(x_MK.device), pdl)
     return y_MN
 
 

@@ -14,7 +14,7 @@ _GUESSED_ROWS = 64  # and so are more than these of a shape that was not measure
 
 
 class Choice(NamedTuple):
-    """Launch of a kernel in linear_triton.py.
+    """Launch of a kernel in linear_triton.py or linear_gluon.py.
 
     Attributes:
         block_n: rows of w of a tile (with SwiGLU half of them gate, half up). block_k: inner
@@ -27,6 +27,7 @@ class Choice(NamedTuple):
             and later), norm and SwiGLU from kernels of their own.
         ahead: one row: the programs that find room while the kernel before still runs bring the
             weights of others into the L2 cache.
+        gluon: linear_gluon.py's, for Hopper, without bias and SwiGLU; the norm is a kernel.
     """
 
     block_n: int
@@ -38,6 +39,11 @@ class Choice(NamedTuple):
     block_m: int = 64
     tma: bool = False
     ahead: bool = False
+    gluon: bool = False
+
+
+def _tiles(block_m: int, block_n: int, block_k: int, stages: int) -> Choice:
+    return Choice(block_n, block_k, 1, stages, 4, 0, block_m, gluon=True)
 
 
 _GEMV = 1, Choice(4, 512)
@@ -47,14 +53,15 @@ TABLE: dict[tuple[int, int, bool], tuple[tuple[int, Choice | None], ...]] = {
     (4096, 1024, False): (
         _GEMV,
         (32, Choice(64, 64, 4, 5, 4, 2)),
-        (64, Choice(64, 128, 1, 4, 4, 0)),
+        (64, _tiles(64, 32, 128, 6)),
+        (128, _tiles(64, 64, 128, 6)),
     ),
     (1024, 2048, False): (
         (1, Choice(8, 2048)),
         (16, Choice(32, 128, 4, 4)),
         (32, Choice(64, 64, 4, 5)),
-        (64, Choice(64, 128, 4, 4, 8)),
-        (256, Choice(64, 128, 2, 4, 4, 0, tma=True)),
+        (128, _tiles(64, 16, 128, 8)),
+        (256, _tiles(64, 32, 128, 8)),
     ),
     (3072, 1024, True): (_GEMV, (64, Choice(64, 128, 1, 4, 4, 0))),
     (1024, 3072, False): (
@@ -62,7 +69,8 @@ TABLE: dict[tuple[int, int, bool], tuple[tuple[int, Choice | None], ...]] = {
         (16, Choice(64, 128, 4, 4)),
         (32, Choice(32, 128, 4, 4)),
         (64, Choice(64, 128, 4, 4, 8)),
-        (256, Choice(64, 128, 2, 4, 4, 0, tma=True)),
+        (128, Choice(64, 128, 2, 6, 4, 0, tma=True)),
+        (256, _tiles(64, 32, 128, 6)),
     ),
     # Qwen3-30B-A3B: qkv, o.
     (5120, 2048, False): ((1, Choice(4, 1024)),),

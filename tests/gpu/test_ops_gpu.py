@@ -22,6 +22,7 @@ from models.ops.attention import paged_attention, reference_attention
 from models.ops.fused import decode_attention, qk_norm_rope_kv_write
 from models.ops.kv_write import kv_write
 from models.ops.linear import fused_linear
+from models.ops.linear_table import TABLE, choose_linear
 from models.ops.lm_head import lm_head
 
 pytestmark = [
@@ -401,3 +402,21 @@ def test_fused_linear(bias: bool, norm: bool, act: bool, residual: bool) -> None
             for _ in range(2):  # the second run finds the counters as the first left them
                 got = fused_linear(*args, True)
                 assert error(got, expected) < TOLERANCE, (rows, columns, inner)
+
+
+@pytest.mark.parametrize("rows", [17, 48, 64, 65, 104, 129, 168, 255, 256])
+def test_matrices_in_gluon(rows: int) -> None:
+    """All that the table gives to linear_gluon.py; tiles of rows that are not there stay unread."""
+    for columns, inner, act in TABLE:
+        choice = choose_linear(rows, columns, inner, act)
+        if choice is None or not choice.gluon:
+            continue
+        x = torch.randn(rows, inner, device="cuda").bfloat16()
+        w = torch.randn(columns * (1 + act), inner, device="cuda").bfloat16() / inner**0.5
+        for residual in (None, torch.randn(rows, columns, device="cuda").bfloat16()):
+            floats = (x.float(), w.float(), None, None, 0.0, act, residual)
+            expected = fused_linear(
+                *(a.cpu() if isinstance(a, Tensor) else a for a in floats), True
+            )
+            got = fused_linear(x, w, None, None, 0.0, act, residual, True)
+            assert error(got, expected) < TOLERANCE, (rows, columns, inner)
