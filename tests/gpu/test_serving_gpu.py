@@ -66,9 +66,12 @@ class Load:
         self.shared = [self.rng.randrange(3, VOCAB) for _ in range(64)]
 
     def step(self, number: int) -> None:
-        """Come, go, compute."""
+        """Come, go, compute. Between two bursts of arrivals nobody comes, so that many rows decode
+        by themselves.
+        """
         wanted = 1 + int(1.2 * ROWS * math.sin(math.pi * number / 100) ** 2)
-        while len(self.open) < wanted and number < SOAK_STEPS:
+        arriving = number < SOAK_STEPS and number % 40 < 20
+        while arriving and len(self.open) < wanted:
             self._add(len(self.requests))
         if self.rng.random() < 0.05 and self.open:
             leaver = self.rng.choice(sorted(self.open))
