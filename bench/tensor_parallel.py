@@ -10,7 +10,7 @@ of one over NCCL.
     parity   greedy tokens of small random models judged by HF transformers in float32
     reduce   bench.all_reduce
     decode   a decode step of Qwen3-14B's shape at KV length 1024, Mini-SGLang's offline workload
-    serve    warm start to first token over HTTP; a rank killed under load
+    serve    the same shape: warm start to first token over HTTP; a rank killed under load
     torchrun the same server, started by torchrun
 """
 
@@ -35,7 +35,7 @@ import torch
 
 from bench.report import RESULTS, save, table
 from bench.server_process import free_port
-from bench.tensor_parallel_part import CONFIG, LARGE, SMALL, command_of, descendants, settings
+from bench.tensor_parallel_part import CONFIG, SHAPE, command_of, descendants, settings
 
 PART = "bench.tensor_parallel_part"
 SIDE_S = 95.0  # for parts side by side
@@ -98,15 +98,9 @@ def beside(tp: int, cache: str) -> list[Part]:
         launch = ["--nproc-per-node", "1", "--master-port", str(free_port()), "-m", PART]
         words = [*launch, "parity", "qwen3", "1", "torchrun"]
         return [*side, Part("parity_qwen3_torchrun", words, module="torch.distributed.run")]
-    fills = (
-        ("large", LARGE, tp, "symmetric"),
-        ("large", LARGE, 1, "nccl"),
-        ("small", SMALL, tp, "symmetric"),
-        ("small", SMALL, 1, "nccl"),
-    )
     return side + [
-        Part(f"fill_{name}_{n}", filling(shape, n, way, cache), module="engine")
-        for name, shape, n, way in fills
+        Part(f"fill_{n}", filling(n, way, cache), module="engine")
+        for n, way in ((tp, "symmetric"), (1, "nccl"))
     ]
 
 
@@ -116,10 +110,10 @@ def one_by_one(tp: int, way: str, cache: str, quick: bool) -> list[Part]:
     other = "nccl" if way == "symmetric" else "symmetric"
     starts = "1" if quick else "2"
     return [
-        Part(f"decode_2_{way}", ["decode", many, way, cache], 45),
-        Part("decode_1_nccl", ["decode", "1", "nccl", cache], 40),
-        Part("serve_2", ["serve", many, way, cache, starts], 60),
-        Part("serve_1", ["serve", "1", "nccl", cache, starts], 40),
+        Part(f"decode_2_{way}", ["decode", many, way, cache], 30),
+        Part("decode_1_nccl", ["decode", "1", "nccl", cache], 30),
+        Part("serve_2", ["serve", many, way, cache, starts], 45),
+        Part("serve_1", ["serve", "1", "nccl", cache, starts], 25),
         Part("workload_2", ["workload", many, way, cache], 60),
         Part(f"torchrun_{tp}", ["torchrun", many, way, cache], 40),
         Part(f"decode_2_{other}", ["decode", many, other, cache], 100),  # compiles first
@@ -148,9 +142,10 @@ def compare(folder: Path) -> None:
             (folder / f"compared_{file.name}").write_text(json.dumps(found))
 
 
-def filling(shape: Sequence[str], tp: int, way: str, cache: str) -> list[str]:
+def filling(tp: int, way: str, cache: str) -> list[str]:
     """Words of a warm-up: it compiles what later parts load, without weights or ranks."""
-    texts = [*settings(shape, tp, way, cache), "compile.workers=8"]
+    # Five groups of jobs for each GPU, all at once.
+    texts = [*settings(SHAPE, tp, way, cache), f"compile.workers={5 * tp}"]
     return ["warmup", CONFIG, *(word for text in texts for word in ("--set", text))]
 
 

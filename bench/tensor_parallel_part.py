@@ -35,18 +35,15 @@ from tests.e2e.tiny_models import VOCAB, hf_config, save_model
 KV_LENGTH = 1024
 BATCHES = (1, 64)
 STREAMS = 32
-LARGE = [
+SHAPE = [
     "model.path=configs/hf/qwen3-14b",
+    "model.tokenizer=configs/hf/tiny-llama",
     "model.max_model_len=4096",
     "compile.decode_buckets=[1,64,128,256]",
     "compile.extend_buckets=[2048]",
     "scheduler.max_step_tokens=2048",
     "scheduler.max_running=256",
 ]
-SMALL = ["model.path=configs/hf/qwen3-0.6b", "model.max_model_len=4096"]
-SMALL += ["model.tokenizer=configs/hf/tiny-llama", "compile.decode_buckets=[1,8,64]"]
-SMALL += ["compile.extend_buckets=[64,2048]", "scheduler.max_step_tokens=2048"]
-SMALL += ["scheduler.max_running=64", "kv.num_pages=20000"]
 COMMON = ["model.load=random", "model.dtype=bfloat16", "device=cuda", "log.progress=none"]
 COMMON += ["compile.cudagraphs=manual"]
 CONFIG = "configs/qwen3_0_6b.yaml"
@@ -178,7 +175,7 @@ def judge(
 def decode(tp: int, all_reduce: str, cache: str) -> Iterator[dict[str, Any]]:
     """Milliseconds of a step at KV_LENGTH, on the device and on rank 0's host."""
     begin = time.perf_counter()
-    with LLM(CONFIG, settings(LARGE, tp, all_reduce, cache)) as llm:
+    with LLM(CONFIG, settings(SHAPE, tp, all_reduce, cache)) as llm:
         result: dict[str, Any] = {"rows": [], "start_s": time.perf_counter() - begin}
         worker = llm.engine.worker
         result |= {"pages": llm.engine.num_pages, "compiled": worker.compile_log.compiled}
@@ -191,7 +188,7 @@ def decode(tp: int, all_reduce: str, cache: str) -> Iterator[dict[str, Any]]:
 
 def workload(tp: int, all_reduce: str, cache: str) -> Iterator[dict[str, Any]]:
     """Mini-SGLang's offline workload."""
-    with LLM(CONFIG, settings(LARGE, tp, all_reduce, cache)) as llm:
+    with LLM(CONFIG, settings(SHAPE, tp, all_reduce, cache)) as llm:
         timed(llm, fit(uniform(8, 960, 4, 1), llm.engine.model.vocab_size), 0.0)
         jobs = fit(mini_sglang(0), llm.engine.model.vocab_size)
 
@@ -237,7 +234,7 @@ def serve(
     for attempt in range(int(starts)):
         begin = time.perf_counter()
         log, phases = (folder / f"serve_{tp}_{attempt}_{n}" for n in ("server.log", "phases.json"))
-        with server(settings(SMALL, tp, all_reduce, cache), log, phases) as (url, process):
+        with server(settings(SHAPE, tp, all_reduce, cache), log, phases) as (url, process):
             ready = time.perf_counter() - begin
             _first_text(url, "Hello")
             first = time.perf_counter() - begin
@@ -257,7 +254,7 @@ def torchrun(tp: int, all_reduce: str, cache: str, folder: Path) -> Iterator[dic
     launcher += ["--master-port", str(free_port())]
     log, phases = folder / f"torchrun_{tp}_server.log", folder / f"torchrun_{tp}_phases.json"
     begin = time.perf_counter()
-    with server(settings(SMALL, tp, all_reduce, cache), log, phases, launcher) as (url, _):
+    with server(settings(SHAPE, tp, all_reduce, cache), log, phases, launcher) as (url, _):
         row: dict[str, Any] = {"ranks": tp, "ready_s": time.perf_counter() - begin}
         row |= {**full_variant(url), **watched_counters(url)}
     other = json.loads((folder / f"serve_{tp}.json").read_text())["full"][0]["text"]

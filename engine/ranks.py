@@ -53,8 +53,12 @@ class Ranks:
         return torch.device(kind)
 
     @contextmanager
-    def first(self, step: str) -> Iterator[None]:
-        """Around what rank 0 does before the others do it, such as a download."""
+    def first(self, step: str, waits: bool) -> Iterator[None]:
+        """Around what rank 0 does before the others do it, such as a download.
+
+        Args:
+            waits: False: the others need not wait.
+        """
         yield
 
     def join(self, device: torch.device, all_reduce: str) -> None:
@@ -116,8 +120,8 @@ class RankGroup(Ranks):
         return torch.device(kind, self.world.local_rank)
 
     @contextmanager
-    def first(self, step: str) -> Iterator[None]:
-        if self.world.rank > 0:
+    def first(self, step: str, waits: bool) -> Iterator[None]:
+        if self.world.rank > 0 and waits:
             self.get(step)
         yield
         if self.world.rank == 0:

@@ -82,11 +82,12 @@ class StartedWorker:
 
 def start_worker(config: EngineConfig, ranks: Ranks, progress: ProgressCallback) -> StartedWorker:
     """Load, compile and warm one rank; see start_engine."""
+    begin = time.perf_counter()
     device = ranks.device(_device_kind(config))
     progress("checkpoint", 0, 1, str(config.model.path))
     if config.compile.backend != "eager":  # imports, beside what waits for disk and device
         threading.Thread(target=preload, daemon=True).start()
-    with ranks.first("prepared"):
+    with ranks.first("prepared", waits=not Path(config.model.path).exists()):
         prepared = prepare(config)
     cache = open_cache(prepared)
     compiler = Compiler(config, prepared.config, cache)
@@ -106,12 +107,12 @@ def start_worker(config: EngineConfig, ranks: Ranks, progress: ProgressCallback)
                 if not ranks.builds:
                     cache.refresh()
 
-        begin = time.perf_counter()
+        phases = {"prepare": time.perf_counter() - begin}
         ranks.join(device, prepared.config.parallel.all_reduce)
-        joined = time.perf_counter() - begin
+        phases["join"] = time.perf_counter() - begin - phases["prepare"]
         setup = Setup(prepared.config, prepared.model, ranks.tp, device, cache)
         worker = Worker(setup, prepared.checkpoint, ranks, progress, compiled)
-        worker.capacity.phases["join"] = joined
+        worker.capacity.phases.update(phases)
     except ModelsError as error:
         compiler.close()
         raise ModelError(str(error)) from error
