@@ -50,7 +50,7 @@ def test_greedy_equals_float32(tmp_path: Path) -> None:
             for prompt, output in zip(ids, outputs, strict=True):
                 scores = [entry.logprob for entry in output.logprobs]
                 judge(verdict, reference, prompt, output.token_ids, scores)
+            print(f"\n{verdict}", flush=True)
         stats = llm.engine.core.stats(check=True)
-    print(f"\n{verdict}")
     assert (stats.eager_steps, stats.recompiles, stats.integrity) == (0, 0, "")
     verdict.check(LEAST_SAME)
