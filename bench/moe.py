@@ -1,5 +1,6 @@
 """A mixture of experts on a GPU, in the shape of Qwen3-30B-A3B's layers: the kernels one by one,
-and all of it against torch's grouped products.
+and all of it against torch's grouped products and, if its module was built ahead, FlashInfer's
+fused MoE (without a router, norm or residual: it is given the choice; tactics from its autotuner).
 
     python -m bench.moe [--tokens 1 8 64 256 4096] [--results FOLDER]
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib
 import multiprocessing
 import os
 import sys
@@ -155,6 +157,40 @@ def in_ours(residual: bool, run: Run, layer: Layer) -> Tensor:
     return y
 
 
+def flashinfer_package() -> Any:
+    """FlashInfer, or None without its fused MoE's module: to build it is an hour of a few cores."""
+    try:
+        jit = importlib.import_module("flashinfer.jit.fused_moe")
+    except ImportError:
+        return None
+    built = jit.gen_cutlass_fused_moe_sm90_module().is_compiled
+    return importlib.import_module("flashinfer") if built else None
+
+
+def time_flashinfer(run: Run) -> tuple[float, float] | None:
+    """Microseconds of its fused MoE, and its error against torch's grouped products."""
+    package = flashinfer_package()
+    if package is None:
+        return None
+    calls = []
+    for layer in run.layers:
+        weights, experts = top_experts(
+            torch.nn.functional.linear(run.x, layer.router), SHAPE.top_k, True
+        )
+        up_gate = torch.cat(layer.gate_up.chunk(2, 1)[::-1], 1)  # its order of rows
+        products: tuple[Any, ...] = (up_gate, layer.down, torch.bfloat16, [])
+        calls.append(
+            functools.partial(
+                package.fused_moe.cutlass_fused_moe, run.x, experts.int(), weights, *products
+            )
+        )
+    with package.autotune(True, tuning_buckets=(len(run.x),)):
+        got = calls[0]()[0].float()
+        us = replay_us(calls, 10)
+    expected = in_torch(run, run.layers[0]).float()
+    return us, float((got - expected).norm() / expected.norm())
+
+
 def one_call(run: Run, tiles: tuple[Tiles, Tiles], layer: Layer) -> Tensor:
     x, chosen = route_triton.route_one(
         run.x, layer.norm, 1e-6, layer.router, SHAPE.top_k, True, True
@@ -221,10 +257,13 @@ def time_tokens(num_tokens: int, layers: list[Layer], top: int) -> dict[str, Any
     )
     for name, way in ways:
         whole[name] = replay_us([functools.partial(way, run, layer) for layer in layers], 10)
+    theirs = time_flashinfer(run)
+    if theirs is not None:
+        whole["flashinfer"] = theirs[0]
     print(
         f"T={num_tokens:<5} touched {touched:5.1f}  floor {floor['all']:7.1f} (up {floor['up']:.1f}"
         f" down {floor['down']:.1f})  torch {whole['torch']:8.1f}  ours {whole['ours']:8.1f}"
-        f"  error {error:.1e}",
+        f"  error {error:.1e}  FlashInfer (us, error) {theirs}",
         flush=True,
     )
     result = {"tokens": num_tokens, "touched": touched, "floor_us": floor, "whole_us": whole}
