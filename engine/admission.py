@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-import secrets
+import random
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
@@ -20,6 +20,7 @@ from engine.request import EngineRequest, SamplingParams
 
 GREEDY_BELOW = 1e-5  # temperatures below this are greedy
 _SEED_BITS = 64
+_SEEDS = random.Random()  # itself seeded by the system, which takes up to 0.1 ms a call
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def build_requests(
     stop_ids = sorted({*params.stop_token_ids, *(() if params.ignore_eos else eos_ids)})
     if len(stop_ids) > limits.max_stop_ids:
         raise _refused("stop_token_ids", len(stop_ids), f"at most {limits.max_stop_ids} in all")
-    seed = secrets.randbits(_SEED_BITS) if params.seed is None else params.seed
+    seed = _SEEDS.getrandbits(_SEED_BITS) if params.seed is None else params.seed
     greedy = params.temperature < GREEDY_BELOW
     return [
         EngineRequest(

@@ -280,14 +280,17 @@ class LLM:
     def _run(self, choices: Sequence[_Choice], each_step: bool = False) -> Iterator[None]:
         """Step until all have ended; yields per ended choice, or after each step with output."""
         core = self.engine.core
-        waiting = list(reversed(choices))  # the queue is bounded: hand over no more than it takes
+        waiting = list(reversed(choices))
         open_choices: dict[int, _Choice] = {}
-        most = self.config.scheduler.max_waiting or 1
+        most = self.config.scheduler.max_waiting or 1  # the queue is bounded
+        step_tokens = self.engine.config.scheduler.max_step_tokens
         dead = False
         try:
             while waiting or open_choices:
-                while waiting and len(open_choices) < most:
+                tokens = 0  # what fills a step; the rest is handed over while the GPU is at work
+                while waiting and len(open_choices) < most and tokens < step_tokens:
                     choice = waiting.pop()
+                    tokens += len(choice.request.prompt_ids)
                     open_choices[choice.request.request_id] = choice
                     _raise_first(core.add([choice.request]))
                 output, failures = core.step()
