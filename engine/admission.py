@@ -7,8 +7,8 @@ text, HTTP or the scheduler's state.
 from __future__ import annotations
 
 import math
-import re
 import random
+import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
