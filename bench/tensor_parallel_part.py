@@ -43,6 +43,7 @@ SHAPE = [
     "compile.extend_buckets=[2048]",
     "scheduler.max_step_tokens=2048",
     "scheduler.max_running=256",
+    "kv.num_pages=20000",
 ]
 COMMON = ["model.load=random", "model.dtype=bfloat16", "device=cuda", "log.progress=none"]
 COMMON += ["compile.cudagraphs=manual"]
