@@ -110,8 +110,8 @@ def one_by_one(tp: int, way: str, cache: str, quick: bool) -> list[Part]:
     other = "nccl" if way == "symmetric" else "symmetric"
     starts = "1" if quick else "2"
     return [
-        Part(f"decode_2_{way}", ["decode", many, way, cache], 30),
-        Part("decode_1_nccl", ["decode", "1", "nccl", cache], 30),
+        Part(f"decode_2_{way}", ["decode", many, way, cache], 36),
+        Part("decode_1_nccl", ["decode", "1", "nccl", cache], 36),
         Part("serve_2", ["serve", many, way, cache, starts], 45),
         Part("serve_1", ["serve", "1", "nccl", cache, starts], 25),
         Part("workload_2", ["workload", many, way, cache], 60),
