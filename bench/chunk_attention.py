@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bench.kernels import replay_us
+from bench.gpu_timing import replay_us
 from bench.report import command_line, save, table
 from engine.attention_plan import AttentionPlanner
 from engine.flashinfer_plan import AttentionShape

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from bench.gpu_timing import elapsed_ms
 from bench.report import add_config, command_line, percentile, save, table
 from engine.config import load_config
 from engine.scheduler.batch import NUM_FLOATS, NUM_INTS, ScheduledBatch
@@ -89,13 +90,8 @@ def time_bucket(engine: Engine, batch: int, kv_len: int) -> dict[str, Any]:
 
 def step_ms(engine: Engine, step: ScheduledBatch, count: int) -> float:
     """Milliseconds a step on the GPU, `count` in a row."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(count):
-        engine.worker.launch(step)
-    end.record()
-    torch.cuda.synchronize()
-    return float(start.elapsed_time(end)) / count
+    launch = engine.worker.launch
+    return elapsed_ms(lambda: [launch(step) for _ in range(count)]) / count
 
 
 def plan_microseconds(engine: Engine, step: ScheduledBatch) -> float:

@@ -18,7 +18,7 @@ import json
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bench.gpu_timing import BANDWIDTH, replay_us
 from engine.attention_plan import AttentionPlanner
 from engine.flashinfer_plan import AttentionShape
 from engine.scheduler.batch import ScheduledBatch
@@ -33,7 +34,6 @@ from engine.step_inputs import Bucket, empty_batch
 from models.ops import attention_cuda, decode_triton, fused_triton, linear_gluon, linear_triton
 from models.ops.linear_table import Choice, choose_linear
 
-BANDWIDTH = 4.3e12  # bytes a second, measured by a device copy
 _ROTATE_BYTES = 240 << 20
 
 
@@ -68,28 +68,6 @@ MODELS = {
         Matrix("down", 4096, 14336, residual=True),
     ),
 }
-
-
-def replay_us(calls: Sequence[Callable[[], object]], repeats: int = 20) -> float:
-    """Microseconds of one call, all of them captured in one graph that is replayed."""
-    for call in calls[:2]:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    for _ in range(3):
-        graph.replay()
-    times = []
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return float(np.median(times)) * 1e3 / len(calls)
 
 
 def operands(m: Matrix, rows: int, copies: int) -> tuple[Tensor, list[Tensor], Tensor, Tensor]:

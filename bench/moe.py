@@ -23,13 +23,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bench.kernels import BANDWIDTH, replay_us
+from bench.gpu_timing import BANDWIDTH, FLOPS, replay_us
 from bench.report import RESULTS, save
 from models.ops import experts_triton, route_triton
 from models.ops.experts import grouped_experts, mixture, top_experts
 from models.ops.experts_table import Choice, Tiles, choose_experts, choose_one, num_tiles
 
-FLOPS = 790e12  # a second, bfloat16, of a large matrix product on an H200
 LAYERS = 4
 
 

@@ -21,6 +21,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from bench.gpu_timing import BANDWIDTH, FLOPS
 from bench.report import ROOT, add_config, command_line, percentile, save, table
 from engine.config import load_config
 from engine.request import EngineRequest
@@ -30,7 +31,6 @@ from models.config import ModelConfig
 from models.forward import make_backbone
 from models.inputs import TensorParallel
 
-BANDWIDTH, FLOPS = 4.3e12, 790e12  # an H200: bytes/s of a copy, FLOP/s of a large bf16 product
 STEPS, REPEATS = 32, 5
 
 

@@ -14,28 +14,31 @@ import contextlib
 import http.client
 import json
 import os
-import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.parse
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from bench.report import add_config, command_line, save, table
-from bench.server_process import ServerFailed, free_port
+from bench.server_process import (
+    ServerFailed,
+    ask,
+    first_text,
+    free_port,
+    stop,
+    wait_until_healthy,
+)
 from engine.config import load_config
 
 # The engine writes the seconds of its own phases to the file that this variable names.
 PHASES_VARIABLE = "FULLGRAPH_STARTUP_JSON"
 # Folders that torch would otherwise share with every other program of the user.
 CACHE_VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
-START_TIMEOUT_S = 1800.0
-STOP_TIMEOUT_S = 60.0
 RANGE = "warm min .. max"
 _POLL_S = 0.01
 _WATCHED = ("eager", "recompile", "cudagraph_skip")
@@ -84,13 +87,13 @@ def measure_start(
             env={**environment, PHASES_VARIABLE: str(phases_file)},
         )
     try:
-        _wait_until_healthy(url, server, log_file)
+        wait_until_healthy(url, server, _POLL_S, log_file)
         ready = time.perf_counter() - begin
-        _first_text(url, prompt)
+        first_text(url, prompt)
         first_token = time.perf_counter() - begin
         return Start(ready, first_token, read_phases(phases_file), watched_counters(url))
     finally:
-        _stop(server)
+        stop(server)
 
 
 def read_phases(file: Path) -> dict[str, float]:
@@ -104,7 +107,7 @@ def read_phases(file: Path) -> dict[str, float]:
 
 def watched_counters(url: str) -> dict[str, float]:
     """Metrics of eager steps, recompiles and skipped graphs; empty without /metrics."""
-    with contextlib.suppress(OSError, http.client.HTTPException), _request(url, "/metrics") as r:
+    with contextlib.suppress(OSError, http.client.HTTPException), ask(url, "/metrics") as r:
         if r.status == 200:
             return parse_counters(r.read().decode(errors="replace"))
     return {}
@@ -220,63 +223,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--keep", type=Path, help="an empty folder for the cache, to look at after")
     parser.add_argument("--request", default="Hello", help="prompt of the first request")
     return parser
-
-
-@contextlib.contextmanager
-def _request(
-    url: str, path: str, body: Mapping[str, Any] | None = None, timeout_s: float = 600
-) -> Iterator[http.client.HTTPResponse]:
-    host = urllib.parse.urlsplit(url).netloc
-    connection = http.client.HTTPConnection(host, timeout=timeout_s)
-    try:
-        if body is None:
-            connection.request("GET", path)
-        else:
-            headers = {"Content-Type": "application/json"}
-            connection.request("POST", path, json.dumps(body), headers)
-        yield connection.getresponse()
-    finally:
-        connection.close()
-
-
-def _wait_until_healthy(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < deadline:
-        if server.poll() is not None:
-            raise ServerFailed(f"ended with status {server.returncode}:\n{_tail(log)}")
-        refused = contextlib.suppress(OSError, http.client.HTTPException)
-        with refused, _request(url, "/health", timeout_s=5) as response:
-            if response.status == 200:
-                return
-        time.sleep(_POLL_S)
-    raise ServerFailed(f"not healthy after {START_TIMEOUT_S:.0f} s:\n{_tail(log)}")
-
-
-def _first_text(url: str, prompt: str) -> None:
-    with _request(url, "/v1/models") as response:
-        model = json.loads(response.read())["data"][0]["id"]
-    body = {"model": model, "prompt": prompt, "max_tokens": 8, "temperature": 0, "stream": True}
-    with _request(url, "/v1/completions", body) as response:
-        if response.status != 200:
-            raise ServerFailed(f"the completion failed: {response.status} {response.read()!r}")
-        for line in response:
-            if line.startswith(b"data: {"):
-                return
-    raise ServerFailed("the completion ended without a token")
-
-
-def _tail(log: Path) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-20:])
-
-
-def _stop(server: subprocess.Popen[bytes]) -> None:
-    if server.poll() is None:
-        server.send_signal(signal.SIGTERM)
-    try:
-        server.wait(timeout=STOP_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        server.kill()
-        server.wait()
 
 
 def _median(values: Sequence[float]) -> float | None:

@@ -23,8 +23,8 @@ import torch
 from bench.decode_step import time_bucket
 from bench.offline import counted, fit, timed
 from bench.report import save
-from bench.server_process import free_port
-from bench.startup import _first_text, _request, _wait_until_healthy, watched_counters
+from bench.server_process import ask, first_text, free_port, wait_until_healthy
+from bench.startup import watched_counters
 from bench.workloads import mini_sglang, uniform
 from engine.config import load_config
 from engine.llm import LLM
@@ -217,7 +217,7 @@ def server(
         )
     try:
         url = f"http://127.0.0.1:{port}"
-        _wait_until_healthy(url, process, log)
+        wait_until_healthy(url, process, log=log)
         yield url, process
     finally:
         if launcher:
@@ -237,7 +237,7 @@ def serve(
         log, phases = (folder / f"serve_{tp}_{attempt}_{n}" for n in ("server.log", "phases.json"))
         with server(settings(SHAPE, tp, all_reduce, cache), log, phases) as (url, process):
             ready = time.perf_counter() - begin
-            _first_text(url, "Hello")
+            first_text(url, "Hello")
             first = time.perf_counter() - begin
             row = {"ranks": tp, "ready_s": ready, "first_token_s": first}
             result["rows"].append({**row, **json.loads(phases.read_text())})
@@ -268,7 +268,7 @@ def full_variant(url: str) -> dict[str, Any]:
     begin = time.perf_counter()
     for more in ({}, {"logprobs": 2}):
         body = {"prompt": "Hello", "max_tokens": 8, "temperature": 0, **more}
-        with _request(url, "/v1/completions", body, timeout_s=60) as response:
+        with ask(url, "/v1/completions", body, timeout_s=60) as response:
             choice = json.loads(response.read())["choices"][0]
         texts.append(choice["text"])
         found = len((choice["logprobs"] or {}).get("token_logprobs", []))
@@ -289,7 +289,7 @@ def death(url: str, process: subprocess.Popen[bytes]) -> dict[str, Any]:
         body = {"prompt": "x", "max_tokens": 3000, "stream": True, "ignore_eos": True}
         text = ""
         try:
-            with _request(url, "/v1/completions", body, timeout_s=60) as response:
+            with ask(url, "/v1/completions", body, timeout_s=60) as response:
                 text = response.read().decode(errors="replace")
         except Exception as error:
             text = repr(error)
