@@ -160,7 +160,9 @@ def test_ctrl_c_while_a_verb_is_imported() -> None:
         "from engine import cli\n"
         "def swallow(name):\n"
         "    print(name, flush=True)\n"
-        "    try: time.sleep(60)\n"
+        "    try:\n"
+        # Not one long sleep: a signal just before it would be handled after it.
+        "        for _ in range(6000): time.sleep(0.01)\n"
         "    except BaseException: time.sleep(60)\n"
         "importlib.import_module = swallow\n"
         "sys.exit(cli.main(['generate', 'x.yaml']))\n"

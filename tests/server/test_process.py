@@ -173,7 +173,8 @@ def test_ctrl_c_before_the_server_handles_it(tmp_path: Path) -> None:
         "with launched(config, 'tests.server.fake_engine_process') as transport:\n"
         "    try:\n"
         "        print(transport.pid, flush=True)\n"
-        "        time.sleep(60)\n"
+        # Not one long sleep: a signal just before it would be handled after it.
+        "        for _ in range(6000): time.sleep(0.01)\n"
         "    except BaseException:\n"
         "        time.sleep(60)\n"
     )
