@@ -36,7 +36,7 @@ from engine.world import World, rank_zero, ranks_here
 from tests.e2e.harness import greedy_requests, run, running_engine, write_config
 from tests.e2e.live_server import LOG, live_process, model_folder
 from tests.e2e.rank_of_many import ANSWER, run_rank
-from tests.e2e.tiny_models import FAMILIES, VOCAB, greedy, hf_config, save_model
+from tests.e2e.tiny_models import FAMILIES, VOCAB, chosen, greedy, hf_config, save_model
 from tests.models.test_moe import CONFIGS
 from tests.server.processes import children_of, gone
 from tests.server.test_process import open_streams
@@ -56,18 +56,25 @@ def prompts() -> list[list[int]]:
     return [[rng.randrange(3, VOCAB) for _ in range(n)] for n in (5, 33, 70)]
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Any]:
+    """A folder for each of MODELS, and Hugging Face's model of what lies there."""
+    folder = tmp_path_factory.mktemp("models")
+    return {folder / name: save_model(folder / name, config) for name, config in MODELS.items()}
+
+
 @pytest.mark.parametrize("tp", [2, 4])
-def test_ranks_give_the_tokens_of_one(tp: int, tmp_path: Path) -> None:
+def test_ranks_give_the_tokens_of_one(tp: int, saved: dict[Path, Any]) -> None:
     """Those of Hugging Face's model, which one rank gives too (test_parity.py); every family."""
-    expected = {}
-    for name, config in MODELS.items():
-        expected[name] = greedy(save_model(tmp_path / name, config), prompts(), MAX_TOKENS)
-    folders = [str(tmp_path / name) for name in MODELS]
+    folders = [str(folder) for folder in saved]
     stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in folders]
     ports = [store.port for store in stores]
     spawn(run_rank, (tp, ports, folders, prompts(), MAX_TOKENS), nprocs=tp)
-    got = {name: json.loads((tmp_path / name / ANSWER).read_text()) for name in MODELS}
-    assert got == expected
+    for folder, model in saved.items():
+        answers = json.loads((folder / ANSWER).read_text())
+        (folder / ANSWER).unlink()
+        assert [len(answer) for answer in answers] == [MAX_TOKENS] * 3
+        assert answers == chosen(model, prompts(), answers), folder.name
 
 
 def test_ranks_are_started_and_ended_with_the_engine(tmp_path: Path) -> None:

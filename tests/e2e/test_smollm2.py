@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-import transformers
 
 from engine.config import load_config
 from engine.llm import LLM
 from engine.request import SamplingParams
+from tests.e2e.smollm2 import GGUF, reference
 from tests.e2e.tiny_models import chosen
 
 ROOT = Path(__file__).parent.parent.parent
-GGUF = Path(os.environ.get("FULLGRAPH_SMOLLM2_GGUF", ""))
 NUM_TOKENS = 64
 PROMPTS = (
     "The capital of France is",
@@ -47,9 +43,6 @@ PROMPTS = (
 @pytest.mark.skipif(not GGUF.is_file(), reason="FULLGRAPH_SMOLLM2_GGUF names no file")
 @pytest.mark.filterwarnings("ignore")  # transformers' own, while it reads GGUF
 def test_greedy_equals_hf() -> None:
-    reference: Any = transformers.AutoModelForCausalLM.from_pretrained(
-        GGUF.parent, gguf_file=GGUF.name, dtype=torch.float32
-    )
     overrides = [f"model.path={GGUF}", "model.max_model_len=512", "compile.cache=false"]
     with LLM(load_config(ROOT / "configs/smollm2_cpu.yaml", overrides)) as llm:
         assert llm.tokenizer is not None
@@ -59,5 +52,5 @@ def test_greedy_equals_hf() -> None:
         stats = llm.engine.core.stats(check=True)
     answers = [list(output.token_ids) for output in outputs]
     assert {len(answer) for answer in answers} == {NUM_TOKENS}
-    assert answers == chosen(reference.eval(), ids, answers)
+    assert answers == chosen(reference(), ids, answers)
     assert (stats.eager_steps, stats.recompiles, stats.integrity) == (0, 0, "")

@@ -12,7 +12,8 @@ import transformers
 from engine.config import load_config
 from engine.llm import LLM
 from engine.request import SamplingParams
-from tests.e2e.test_smollm2 import GGUF, PROMPTS, ROOT
+from tests.e2e.smollm2 import GGUF
+from tests.e2e.test_smollm2 import PROMPTS, ROOT
 from tests.gpu.judge import Reference, Verdict, judge
 
 pytestmark = [

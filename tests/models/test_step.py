@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
 from models.forward import lm_logits, make_backbone
 from models.inputs import StepInputs
 from models.step import make_step
+from tests.e2e.smollm2 import GGUF, reference
 from tests.e2e.tiny_models import greedy, hf_config, save_model
 from tests.models.harness import ONE_RANK, Harness, load
 
@@ -116,21 +114,13 @@ def test_inductor(tiny: tuple[Any, Any, Any]) -> None:
         torch.testing.assert_close(mine, other, atol=1e-5, rtol=0)
 
 
-GGUF = os.environ.get("FULLGRAPH_SMOLLM2_GGUF", "")
-
-
-@pytest.mark.skipif(not Path(GGUF).is_file(), reason="FULLGRAPH_SMOLLM2_GGUF names no file")
+@pytest.mark.skipif(not GGUF.is_file(), reason="FULLGRAPH_SMOLLM2_GGUF names no file")
 @pytest.mark.filterwarnings("ignore")  # transformers' own, while it reads GGUF
 def test_smollm2_from_gguf() -> None:
-    file = Path(GGUF)
-    reference: Any = transformers.AutoModelForCausalLM.from_pretrained(
-        file.parent, gguf_file=file.name, dtype=torch.float32
-    )
-    reference.eval()
     ids = torch.randint(0, 49152, (80,), generator=torch.Generator().manual_seed(0)).tolist()
     with torch.no_grad():
-        theirs = reference(torch.tensor([ids])).logits[0]
-    model, params = load(file)
+        theirs = reference()(torch.tensor([ids])).logits[0]
+    model, params = load(GGUF)
     assert model.eos_ids == (2,)
     harness = Harness(model, params, page_size=16, max_len=96)
     pieces = [harness.logits({0: ids[:70]})[0]]
