@@ -209,9 +209,10 @@ class Worker:
 
 
 def configure_threads(config: ResolvedConfig) -> None:
-    """Intra-op threads of a CPU; Inductor writes their number into its kernels."""
-    if config.device == "cpu" and isinstance(config.compile.threads, int):
-        torch.set_num_threads(config.compile.threads)
+    """Intra-op threads of a CPU. Inductor writes their number into its kernels, and nothing compiled
+    is accepted with another one (torchrun, say, sets one for each rank).
+    """
+    torch.set_num_threads(config.compile.threads)
 
 
 def step_state(setup: Setup) -> tuple[StepState, SamplingState]:

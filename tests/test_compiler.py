@@ -7,8 +7,11 @@ from __future__ import annotations
 import dataclasses
 import logging
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
+import torch
 
 from engine import LLM, SamplingParams, artefacts, cli, compiler
 from engine.artefacts import fingerprint_of, open_cache, prepare, store_of
@@ -16,7 +19,8 @@ from engine.compile_jobs import VARIANTS, CompileJob, compile_jobs, hint
 from engine.config import load_config
 from engine.errors import FullgraphError
 from engine.machine import Machine
-from engine.resolve import resolve
+from engine.resolve import ResolvedConfig, resolve
+from engine.worker import configure_threads
 from tests.conftest import ROOT
 
 TINY = ROOT / "configs" / "tiny_random.yaml"
@@ -156,3 +160,15 @@ def test_processes_that_fail_leave_it_to_the_engine(
     warnings = [r.getMessage() for r in caplog.records]
     assert len(warnings) == 2 and all("ended with status 1; left" in w for w in warnings)
     assert sum("decode 1 full" in w for w in warnings) == 1
+
+
+def test_threads_are_the_configurations_on_every_device() -> None:
+    """A launcher sets another number, with which nothing compiled would be accepted."""
+    before = torch.get_num_threads()
+    try:
+        for device, threads in (("cuda", before + 1), ("cpu", before + 2)):
+            options = SimpleNamespace(threads=threads)
+            configure_threads(cast(ResolvedConfig, SimpleNamespace(device=device, compile=options)))
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
