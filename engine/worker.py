@@ -209,8 +209,8 @@ class Worker:
 
 
 def configure_threads(config: ResolvedConfig) -> None:
-    """Intra-op threads of a CPU. Inductor writes their number into its kernels, and its programs are
-    accepted with no other (torchrun sets one for each rank).
+    """Threads within an operator on a CPU. Inductor writes their number into its kernels; programs
+    are accepted with no other number (torchrun sets one for each rank).
     """
     torch.set_num_threads(config.compile.threads)
 
