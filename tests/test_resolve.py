@@ -96,7 +96,7 @@ def test_gpu() -> None:
     assert (config.device, config.model.dtype) == ("cuda", "bfloat16")
     assert (config.attention.decode, config.attention.extend) == ("triton", "mixed")
     assert (config.scheduler.max_running, config.scheduler.max_step_tokens) == (256, 8192)
-    assert config.scheduler.step_budget == 8192
+    assert config.scheduler.step_budget == 6144
     assert resolved(config_with(), cuda=True, capability=(8, 0)).attention.extend == "fa2"
 
 

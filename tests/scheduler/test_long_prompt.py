@@ -105,9 +105,10 @@ def with_budget(budget: float) -> SchedulerLimits:
 def test_the_default_keeps_running_requests_within_15_ms() -> None:
     default = limits_of_default().step_budget
     taken = prompt_steps(with_budget(default), 64, 32_768)
-    assert max(taken) <= LIMIT_MS
+    # Some passes on an H200 had steps half as long again as the kernels' times.
+    assert max(taken) <= LIMIT_MS / 1.5
     # Nor does it buy that with steps of next to nothing.
-    assert len(taken) < 60 and sum(taken) < 650
+    assert len(taken) < 90 and sum(taken) < 700
     assert np.median(taken) > 0.7 * max(taken)
 
 
