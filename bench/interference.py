@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 from bench.decode_step import decode_batch, step_ms
-from bench.report import add_config, command_line, save, summary, table
+from bench.report import GpuClock, add_config, command_line, save, summary, table
 from engine.config import load_config
 from engine.engine_core import EngineCore
 from engine.request import EngineRequest
@@ -114,13 +114,14 @@ def interference(
     short = [request(i, args.context, room) for i in range(args.running)]
     long = request(args.running, args.prompt, 1)
     assert not core.add(short)
-    step_until(core, None, 40)
-    quiet = step_until(core, None, 100)
-    # The step in flight is the first of those whose outputs are still to come.
-    begun = len(scheduler.batches) - 1
-    begin = time.perf_counter()
-    assert not core.add([long])
-    times = step_until(core, long.request_id, 10**6)
+    with GpuClock() as clock:
+        step_until(core, None, 40)
+        quiet = step_until(core, None, 100)
+        # The step in flight is the first of those whose outputs are still to come.
+        begun = len(scheduler.batches) - 1
+        begin = time.perf_counter()
+        assert not core.add([long])
+        times = step_until(core, long.request_id, 10**6)
     core.abort([r.request_id for r in short])
     while core.has_work:
         core.step()
@@ -135,6 +136,7 @@ def interference(
         "quiet_gap_ms_p50": summary(list(1e3 * np.diff(quiet)))["p50"],
         **{f"gap_ms_{key}": value for key, value in summary(list(gaps)).items()},
         "ttft_ms": 1e3 * (times[-1] - begin),
+        **clock.seen,
     }
 
 

@@ -82,6 +82,49 @@ def _lines(*command: str) -> list[str]:
     return output.stdout.splitlines()
 
 
+class GpuClock:
+    """Samples a GPU's clock and power while it is open, through nvidia-smi; nothing without one.
+
+    Attributes:
+        seen: {"sm_mhz_least", "sm_mhz_median", "watts_most", "slowed_by"} once closed, the last a
+            list of the bits (hexadecimal) that the driver gives as reasons for a lower clock.
+    """
+
+    def __init__(self, every_ms: int = 20) -> None:
+        self._every_ms = every_ms
+        self.seen: dict[str, Any] = {}
+
+    def __enter__(self) -> GpuClock:
+        gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0] or "0"
+        fields = "clocks.sm,power.draw,clocks_event_reasons.active"
+        command = ["nvidia-smi", f"--id={gpu}", f"--query-gpu={fields}"]
+        command += ["--format=csv,noheader,nounits", f"--loop-ms={self._every_ms}"]
+        try:
+            self._process: subprocess.Popen[str] | None = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            )
+        except OSError:
+            self._process = None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process is None:
+            return
+        self._process.terminate()
+        lines = self._process.communicate()[0].splitlines()
+        samples = [line.split(", ") for line in lines if line.count(", ") == 2]
+        if not samples:
+            return
+        clocks, watts, reasons = zip(*samples, strict=True)
+        megahertz = [float(clock) for clock in clocks]
+        self.seen = {
+            "sm_mhz_least": min(megahertz),
+            "sm_mhz_median": percentile(megahertz, 50),
+            "watts_most": max(map(float, watts)),
+            "slowed_by": sorted(set(reasons)),
+        }
+
+
 def percentile(values: Sequence[float], percent: float) -> float:
     """The value below which `percent` of them lie, linear between neighbours; NaN of nothing."""
     if not values:

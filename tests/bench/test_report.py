@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from pathlib import Path
 
-from bench.report import cpu_name, environment, percentile, save, summary, table
+import pytest
+
+from bench.report import GpuClock, cpu_name, environment, percentile, save, summary, table
 
 
 def test_percentiles() -> None:
@@ -42,3 +45,36 @@ def test_cpu_name(tmp_path: Path) -> None:
     file.write_text("processor\t: 0\nmodel name\t: Fast One\nmodel name\t: Fast One\n")
     assert cpu_name(file) == "Fast One"
     assert cpu_name(tmp_path / "absent")
+
+
+def test_a_gpus_clock_is_sampled_while_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(
+        '#!/bin/sh\necho "$@" > arguments\n'
+        "echo '1980, 400.50, 0x0000000000000000'\necho '1200, 690.00, 0x0000000000000004'\n"
+        "echo '[N/A]'\nexec sleep 60\n"
+    )
+    tool.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4")
+    with GpuClock() as clock:
+        while not (tmp_path / "arguments").exists():
+            time.sleep(0.01)
+        time.sleep(0.2)
+    assert "--id=3" in (tmp_path / "arguments").read_text()
+    assert clock.seen == {
+        "sm_mhz_least": 1200.0,
+        "sm_mhz_median": 1590.0,
+        "watts_most": 690.0,
+        "slowed_by": ["0x0000000000000000", "0x0000000000000004"],
+    }
+
+
+def test_no_gpu_has_no_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with GpuClock() as clock:
+        pass
+    assert clock.seen == {}
