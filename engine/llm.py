@@ -9,18 +9,22 @@ One caller at a time. Knows nothing of HTTP.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
+import operator
+import reprlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from engine.admission import RequestLimits, build_requests
 from engine.config import EngineConfig, load_config
 from engine.detokenizer import Detokenizer
 from engine.errors import EngineDead, FullgraphError, InvalidRequest
+from engine.interrupts import uninterrupted
 from engine.request import (
     FINISH_STOP,
     EngineRequest,
@@ -210,7 +214,7 @@ class LLM:
             )
         start = time.perf_counter()
         # What runs longest begins first, so that fewer steps are left to a few rows at the end.
-        order = sorted(range(len(several)), key=lambda i: -(params[i].max_tokens or math.inf))
+        order = sorted(range(len(several)), key=lambda i: -_most_tokens(params[i]))
         choices = [c for i in order for c in self._choices(several[i], params[i], i, start)]
         with ProgressDisplay(self._progress if progress else "none") as display:
             for done, _ in enumerate(self._run(choices), 1):
@@ -222,7 +226,7 @@ class LLM:
         params = params or self.default_params()
         if params.n != 1:
             raise InvalidRequest.of("n", f"got {params.n}, allowed: 1 when streaming")
-        [choice] = self._choices(prompt, params, 0, time.perf_counter())
+        [choice] = self._choices(_as_prompt(prompt), params, 0, time.perf_counter())
         shown_ids = shown_pieces = 0
         for _ in self._run([choice], each_step=True):
             text = "".join(choice.text[shown_pieces:])
@@ -250,6 +254,8 @@ class LLM:
     def _chat_ids(self, messages: Sequence[dict[str, Any]]) -> list[int]:
         if self.tokenizer is None:
             raise InvalidRequest.of("messages", "the model has no tokenizer")
+        if not messages:
+            raise InvalidRequest.of("messages", "at least one message is needed")
         return self.tokenizer.encode_chat(messages)
 
     def _choices(
@@ -287,25 +293,29 @@ class LLM:
         dead = False
         try:
             while waiting or open_choices:
-                tokens = 0  # what fills a step; the rest is handed over while the GPU is at work
-                while waiting and len(open_choices) < most and tokens < step_tokens:
-                    choice = waiting.pop()
-                    tokens += len(choice.request.prompt_ids)
-                    open_choices[choice.request.request_id] = choice
-                    _raise_first(core.add([choice.request]))
-                output, failures = core.step()
-                _raise_first(failures)
+                ended = 0
+                with uninterrupted():
+                    tokens = 0  # what fills a step; the rest comes while the GPU is at work
+                    while waiting and len(open_choices) < most and tokens < step_tokens:
+                        choice = waiting.pop()
+                        tokens += len(choice.request.prompt_ids)
+                        open_choices[choice.request.request_id] = choice
+                        _raise_first(core.add([choice.request]))
+                    output, failures = core.step()
+                    _raise_first(failures)
+                    if output is not None:
+                        ended = self._apply(output, open_choices)
                 if output is None:
                     continue
-                ended = self._apply(output, open_choices)
                 yield from itertools.repeat(None, 1 if each_step else ended)
         except EngineDead:  # no step will end any more
             dead = True
             raise
         finally:
-            core.abort(list(open_choices))
-            while core.has_work and not dead:
-                core.step()
+            with uninterrupted():
+                core.abort(list(open_choices))
+                while core.has_work and not dead:
+                    core.step()
 
     def _apply(self, output: StepOutput, open_choices: dict[int, _Choice]) -> int:
         """Hand a step's output to its choices; how many ended."""
@@ -335,10 +345,35 @@ def _raise_first(failures: Sequence[Any]) -> None:
         raise error(failures[0].message)
 
 
+def _most_tokens(params: SamplingParams) -> float:
+    """Infinite where nothing is said; what is no number is refused later, by name."""
+    return params.max_tokens if isinstance(params.max_tokens, int) else math.inf
+
+
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+    """One prompt or several, as several; no prompt is none."""
+    try:
+        one = _as_prompt(prompts)
+    except InvalidRequest:
+        if not _is_collection(prompts):
+            raise
+        return [_as_prompt(prompt) for prompt in prompts]
+    return [one] if isinstance(one, str) or one else []
+
+
+def _as_prompt(value: object) -> Prompt:
+    if isinstance(value, str):
+        return value
+    if _is_collection(value):
+        with contextlib.suppress(TypeError):
+            return [operator.index(i) for i in value]
+    raise InvalidRequest(
+        f"prompts: got {reprlib.repr(value)}, allowed: a text, token ids, or a list of either"
+    )
+
+
+def _is_collection(value: object) -> TypeGuard[Iterable[Any]]:
+    return isinstance(value, Iterable) and not isinstance(value, (bytes, Mapping))
 
 
 def _has_tokenizer(config: EngineConfig) -> bool:

@@ -26,14 +26,6 @@ def pytest_runtest_setup() -> None:
         sys.modules["torch"].set_num_threads(1)
 
 
-@pytest.fixture
-def scalar_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inductor's C++ without vector instructions, whose headers cost a third of a compile: for
-    tests that are not about what kernels compute.
-    """
-    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
-
-
 @pytest.fixture(scope="session")
 def root() -> Path:
     """The project's root."""

@@ -106,7 +106,6 @@ def test_the_hint_is_a_middle_size() -> None:
     assert hint([1, 2, 4, 8, 16]) == 8 and hint([1, 2]) == 2 and hint([64, 128]) == 64
 
 
-@pytest.mark.usefixtures("scalar_kernels")
 def test_a_start_after_a_warm_up_compiles_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from engine import LLM, SamplingParams
+import os
+import signal
+from typing import Any
+
+import pytest
+
+from engine import LLM, InvalidRequest, SamplingParams
+from engine.llm import TextDelta
 from tests.conftest import ROOT
 
 TINY = ROOT / "configs" / "tiny_random.yaml"
@@ -18,3 +25,44 @@ def test_longest_answers_begin_first_and_come_back_in_order() -> None:
     assert [len(output.token_ids) for output in outputs] == lengths
     first = [output.first_token_s for output in outputs]
     assert sorted(range(len(lengths)), key=first.__getitem__) == [1, 3, 2, 0]
+
+
+def test_ctrl_c_within_a_step_ends_the_call_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+    with LLM(TINY, ["log.progress=none"]) as llm:
+        (expected,) = llm.generate([5, 6, 7], params, progress=False)
+        launch, launched = llm.engine.worker.launch, []
+
+        def interrupted(batch: Any) -> Any:
+            pending = launch(batch)
+            launched.append(batch)
+            if len(launched) == 4:
+                os.kill(os.getpid(), signal.SIGINT)
+            return pending
+
+        monkeypatch.setattr(llm.engine.worker, "launch", interrupted)
+        pieces: list[TextDelta] = []
+        with pytest.raises(KeyboardInterrupt):
+            pieces.extend(llm.stream([5, 6, 7], params))
+        assert not llm.engine.core.has_work
+        assert llm.engine.core.stats(check=True).integrity == ""
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        ids = [i for piece in pieces for i in piece.token_ids]
+        assert len(launched) < 10 and ids == list(expected.token_ids[: len(ids)])
+        (again,) = llm.generate([5, 6, 7], params, progress=False)
+    assert again.token_ids == expected.token_ids
+
+
+def test_what_is_no_prompt_is_refused_by_name() -> None:
+    with LLM(TINY, ["log.progress=none"]) as llm:
+        for wrong in (5, None, [[1, "a"]], [{"prompt": "x"}], [1.5], b"text", {"a": 1}):
+            with pytest.raises(InvalidRequest, match="prompts: got .*, allowed: a text"):
+                llm.generate(wrong, progress=False)  # type: ignore[arg-type]
+        with pytest.raises(InvalidRequest, match="max_tokens"):
+            llm.generate([1], SamplingParams(max_tokens="5"))  # type: ignore[arg-type]
+        assert llm.generate([], progress=False) == []
+        if llm.tokenizer is not None:
+            with pytest.raises(InvalidRequest, match="messages"):
+                llm.chat([])

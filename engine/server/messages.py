@@ -45,7 +45,7 @@ def _message(message: Data, where: str, knows_role: Callable[[str], bool]) -> di
         content = "\n".join(parts)
     elif content is not None and not isinstance(content, str):
         raise InvalidRequest.of(f"{where}.content", "a text or a list of text parts is expected")
-    return {**message, "content": content}
+    return {**message, "content": content or ""}  # templates add it to other text
 
 
 def _part(part: object, where: str) -> str:

@@ -105,6 +105,7 @@ class Service:
         """Refuse new requests, let open ones finish within `server.drain_timeout_s`."""
         self.draining = True
         timeout_s = self.config.server.drain_timeout_s
+        logger.info("draining: %d open requests, at most %g s", self._num_active, timeout_s)
         if self.client.state is State.READY and not await self._wait_idle(timeout_s):
             logger.warning("%d requests were cut off after %g s", self._num_active, timeout_s)
             self.client.fail_open(Unavailable("the server is shutting down"))

@@ -90,7 +90,6 @@ def test_ranks_are_started_and_ended_with_the_engine(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.usefixtures("scalar_kernels")
 def test_compiled_ranks(tmp_path: Path) -> None:
     """Collectives inside compiled graphs; after a warm-up no rank compiles, all load the same."""
     expected = greedy(save_model(tmp_path, MODELS["llama"]), prompts(), MAX_TOKENS)

@@ -257,7 +257,7 @@ def test_messages() -> None:
         {"role": "user", "content": "a\nb\nc"}
     ]
     calls = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}
-    assert template_messages([calls], lambda _: True)[0]["tool_calls"] == [{"id": "1"}]
+    assert template_messages([calls], lambda _: True) == [{**calls, "content": ""}]
     bad: list[tuple[dict[str, Any], str]] = [
         ({"role": "foo", "content": "x"}, "messages.0.role"),
         ({"role": ["user"], "content": "x"}, "messages.0.role"),
