@@ -1,5 +1,5 @@
-"""What every result is made of: where and when it ran, percentiles, tables, a JSON file, and the
-command line of what makes it.
+"""What every result is made of: where and when it ran, how fast the GPU's clock was, percentiles,
+tables, a JSON file, and the command line of what makes it.
 
 Knows nothing of what is measured. Imports no torch: versions come from installed metadata.
 """

@@ -254,8 +254,6 @@ class LLM:
     def _chat_ids(self, messages: Sequence[dict[str, Any]]) -> list[int]:
         if self.tokenizer is None:
             raise InvalidRequest.of("messages", "the model has no tokenizer")
-        if not messages:
-            raise InvalidRequest.of("messages", "at least one message is needed")
         return self.tokenizer.encode_chat(messages)
 
     def _choices(
@@ -293,7 +291,6 @@ class LLM:
         dead = False
         try:
             while waiting or open_choices:
-                ended = 0
                 with uninterrupted():
                     tokens = 0  # what fills a step; the rest comes while the GPU is at work
                     while waiting and len(open_choices) < most and tokens < step_tokens:
@@ -303,10 +300,9 @@ class LLM:
                         _raise_first(core.add([choice.request]))
                     output, failures = core.step()
                     _raise_first(failures)
-                    if output is not None:
-                        ended = self._apply(output, open_choices)
-                if output is None:
-                    continue
+                    if output is None:
+                        continue
+                    ended = self._apply(output, open_choices)
                 yield from itertools.repeat(None, 1 if each_step else ended)
         except EngineDead:  # no step will end any more
             dead = True

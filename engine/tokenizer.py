@@ -124,8 +124,10 @@ class Tokenizer:
         """Token ids of a conversation: the template's text, tokenised once, nothing put before it.
 
         Raises:
-            InvalidRequest: no template, or it refuses the conversation.
+            InvalidRequest: no message, no template, or it refuses the conversation.
         """
+        if not messages:
+            raise InvalidRequest.of("messages", "at least one message is needed")
         if self.chat_template is None:
             raise InvalidRequest(
                 "this model's tokenizer has no chat template; start the server with "

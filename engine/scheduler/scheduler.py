@@ -209,7 +209,8 @@ class Scheduler:
         if not state.scores_prompt:
             return left
         starting = min(len(self._queue), self.tables.num_free, left // 2)
-        return min(left, max(1, left - len(order[order.index(state) + 1 :]) - starting))
+        later = len(order) - 1 - order.index(state)
+        return min(left, max(1, left - later - starting))
 
     def _advance_chunk(self, state: RequestState, chunk: Chunk) -> None:
         """The chunk counts as computed, the token it draws as there."""

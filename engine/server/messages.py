@@ -19,10 +19,8 @@ def template_messages(
         knows_role: whether the model's template can show a role.
 
     Raises:
-        InvalidRequest: none at all, or one that is wrong; names it.
+        InvalidRequest: names the one that is wrong.
     """
-    if not messages:
-        raise InvalidRequest.of("messages", "at least one message is needed")
     return [
         _message(message, f"messages.{index}", knows_role) for index, message in enumerate(messages)
     ]

@@ -24,9 +24,13 @@ from models.ops.linear_table import choose_linear
 from models.ops.plain import rms_norm
 
 try:
-    from models.ops import fused_triton, linear_gluon, linear_triton
+    from models.ops import fused_triton, linear_triton
 except ImportError:  # no Triton: a CPU
-    fused_triton = linear_gluon = linear_triton = None  # type: ignore[assignment]
+    fused_triton = linear_triton = None  # type: ignore[assignment]
+try:
+    from models.ops import linear_gluon
+except ImportError:  # no Triton, or one whose Gluon, which is experimental, has other names
+    linear_gluon = None  # type: ignore[assignment]
 
 
 class Kernels(NamedTuple):
@@ -98,7 +102,7 @@ def _fused_linear_cuda(
     num_rows, inner = x_MK.shape
     columns = w_NK.shape[0] // (2 if act else 1)
     choice = choose_linear(num_rows, columns, inner, act)
-    gluon = pdl and bias_N is None and x_MK.itemsize == 2
+    gluon = linear_gluon is not None and pdl and bias_N is None and x_MK.itemsize == 2
     if choice is not None and (choice.gluon and not gluon or choice.tma and not pdl):
         choice = None  # descriptors and pdl come with Hopper
     if choice is None or (norm_K is not None and not choice.fuse_norm):
