@@ -165,8 +165,7 @@ def all_variants(args: argparse.Namespace) -> None:
     rows: list[Any] = []
     for runner, unit in (("trees", "step"), ("manual", "step"), ("manual", "layer")):
         with tempfile.TemporaryDirectory() as empty:
-            command = [sys.executable, "-m", "bench.decode_step", str(args.config)]
-            command += ["--one"]
+            command = [sys.executable, "-m", "bench.decode_step", str(args.config), "--one"]
             command += ["--kv", str(args.kv), "--extend", str(args.extend)]
             command += ["--batch", *map(str, args.batch)]
             own = (f"compile.cudagraphs={runner}", f"compile.unit={unit}")
