@@ -38,7 +38,7 @@ from bench.server_process import free_port
 from bench.tensor_parallel_part import CONFIG, SHAPE, command_of, descendants, settings
 
 PART = "bench.tensor_parallel_part"
-SIDE_S = 95.0  # for parts side by side
+SIDE_S = 95.0  # for parts side by side, which load what a warm-up beside them compiles
 # Of a part's log that has no result: its end, less what says nothing.
 LOG_LINES, DULL = 60, ("Writing model", "For debugging consider", "Compile with `TORCH_USE")
 
@@ -90,9 +90,10 @@ def finish(part: Part, limit_s: float) -> str:
 def beside(tp: int, cache: str) -> list[Part]:
     """Parts that run side by side."""
     many = str(tp)
-    ways = [("qwen3", "symmetric"), ("moe", "symmetric"), ("qwen3", "trees")]
+    ways = [("qwen3", "nccl"), ("moe", "nccl")]
     if tp > 1:
-        ways += [(model, way) for model in ("qwen3", "moe") for way in ("alone", "nccl")]
+        ways += [("qwen3", "symmetric"), ("moe", "symmetric"), ("qwen3", "trees")]
+        ways += [("qwen3", "alone"), ("moe", "alone")]
     side = [Part(f"parity_{model}_{way}", ["parity", model, many, way]) for model, way in ways]
     if tp == 1:
         launch = ["--nproc-per-node", "1", "--master-port", str(free_port()), "-m", PART]
@@ -177,7 +178,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     alone: list[Part] = []
     for part in side:
         start(part, folder)
-    last = begin + SIDE_S
+    # A group of one compiles in its own process.
+    last = begin + (SIDE_S if args.tp > 1 else args.limit)
     ends = [finish(part, min(left(), last - time.monotonic())) for part in side]
     print(f"side by side: {time.monotonic() - begin:.0f} s\n" + "\n".join(ends), flush=True)
     if args.tp > 1:
