@@ -9,7 +9,6 @@ One caller at a time. Knows nothing of HTTP.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import math
@@ -95,7 +94,7 @@ class _Choice:
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.finish_reason: str | None = None
         self.text: list[str] = []
-        self.first_token_s = 0.0
+        self._first_token_s = self._total_s = 0.0
         self._cached = 0
         self._detokenizer = detokenizer
         self._start = start
@@ -103,7 +102,7 @@ class _Choice:
     def add(self, token_id: int, logprob: TokenLogprobs | None) -> None:
         """One sampled id; afterwards finish_reason says whether a stop string ended the text."""
         if not self.token_ids:
-            self.first_token_s = time.perf_counter() - self._start
+            self._first_token_s = time.perf_counter() - self._start
         if token_id in self.request.stop_ids and len(self.token_ids) >= self.request.min_tokens:
             return  # ends the request, is no part of its text; Finished follows
         self.token_ids.append(token_id)
@@ -116,6 +115,7 @@ class _Choice:
 
     def finish(self, finished: Finished | None) -> None:
         """The engine (or with None a stop string) ended it."""
+        self._total_s = time.perf_counter() - self._start
         if finished is not None:
             self._cached = finished.num_cached_tokens
             self.finish_reason = self.finish_reason or finished.reason
@@ -134,8 +134,8 @@ class _Choice:
             tuple(self.logprobs),
             tuple(self.prompt_logprobs),
             self._cached,
-            self.first_token_s,
-            time.perf_counter() - self._start,
+            self._first_token_s,
+            self._total_s,
         )
 
 
@@ -216,19 +216,23 @@ class LLM:
         # What runs longest begins first, so that fewer steps are left to a few rows at the end.
         order = sorted(range(len(several)), key=lambda i: -_most_tokens(params[i]))
         choices = [c for i in order for c in self._choices(several[i], params[i], i, start)]
+        outputs: list[RequestOutput] = []
         with ProgressDisplay(self._progress if progress else "none") as display:
-            for done, _ in enumerate(self._run(choices), 1):
-                display.update("requests", done, len(choices), "")
-        return [choice.output() for choice in sorted(choices, key=lambda c: c.prompt_index)]
+            for ended in self._run(choices):
+                # Now, while others run: at the end the device would wait for all of them.
+                outputs += [choice.output() for choice in ended]
+                if ended:
+                    display.update("requests", len(outputs), len(choices))
+        return sorted(outputs, key=lambda output: (output.prompt_index, output.choice))
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[TextDelta]:
         """The pieces of one answer as they come. Closing the iterator aborts the request."""
         params = params or self.default_params()
         if params.n != 1:
             raise InvalidRequest.of("n", f"got {params.n}, allowed: 1 when streaming")
-        [choice] = self._choices(_as_prompt(prompt), params, 0, time.perf_counter())
+        [choice] = self._choices(prompt, params, 0, time.perf_counter())
         shown_ids = shown_pieces = 0
-        for _ in self._run([choice], each_step=True):
+        for _ in self._run([choice]):
             text = "".join(choice.text[shown_pieces:])
             ids = tuple(choice.token_ids[shown_ids:])
             shown_ids, shown_pieces = len(choice.token_ids), len(choice.text)
@@ -257,12 +261,15 @@ class LLM:
         return self.tokenizer.encode_chat(messages)
 
     def _choices(
-        self, prompt: Prompt, params: SamplingParams, index: int, start: float
+        self, prompt: object, params: SamplingParams, index: int, start: float
     ) -> list[_Choice]:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise InvalidRequest("prompt: got a text, but the model has no tokenizer")
             prompt = self.tokenizer.encode(prompt)
+        if not _is_collection(prompt):
+            got = reprlib.repr(prompt)
+            raise InvalidRequest.of("prompt", f"got {got}, allowed: a text, or token ids")
         if self._closed:
             raise FullgraphError("the LLM is closed")
         if params.stop and self.tokenizer is None:
@@ -281,8 +288,8 @@ class LLM:
             self.tokenizer, stop=params.stop, skip_special_tokens=params.skip_special_tokens
         )
 
-    def _run(self, choices: Sequence[_Choice], each_step: bool = False) -> Iterator[None]:
-        """Step until all have ended; yields per ended choice, or after each step with output."""
+    def _run(self, choices: Sequence[_Choice]) -> Iterator[list[_Choice]]:
+        """Step until all have ended; yields those that did so after each step with output."""
         core = self.engine.core
         waiting = list(reversed(choices))
         open_choices: dict[int, _Choice] = {}
@@ -303,7 +310,7 @@ class LLM:
                     if output is None:
                         continue
                     ended = self._apply(output, open_choices)
-                yield from itertools.repeat(None, 1 if each_step else ended)
+                yield ended
         except EngineDead:  # no step will end any more
             dead = True
             raise
@@ -313,10 +320,10 @@ class LLM:
                 while core.has_work and not dead:
                     core.step()
 
-    def _apply(self, output: StepOutput, open_choices: dict[int, _Choice]) -> int:
-        """Hand a step's output to its choices; how many ended."""
+    def _apply(self, output: StepOutput, open_choices: dict[int, _Choice]) -> list[_Choice]:
+        """Hand a step's output to its choices; those that ended."""
         logprobs = output.logprobs or itertools.repeat(None)
-        before = len(open_choices)
+        ended = []
         for request_id, token_id, logprob in zip(
             output.request_ids, output.token_ids, logprobs, strict=False
         ):
@@ -328,11 +335,13 @@ class LLM:
         for finished in output.finished:
             if (choice := open_choices.pop(finished.request_id, None)) is not None:
                 choice.finish(finished)
+                ended.append(choice)
         stopped = [i for i, choice in open_choices.items() if choice.finish_reason is not None]
         for request_id in stopped:
-            open_choices.pop(request_id).finish(None)
+            ended.append(open_choices.pop(request_id))
+            ended[-1].finish(None)
         self.engine.core.abort(stopped)
-        return before - len(open_choices)
+        return ended
 
 
 def _raise_first(failures: Sequence[Any]) -> None:
@@ -346,26 +355,16 @@ def _most_tokens(params: SamplingParams) -> float:
     return params.max_tokens if isinstance(params.max_tokens, int) else math.inf
 
 
-def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several, as several; no prompt is none."""
+def _as_prompts(prompts: object) -> list[object]:
+    """One prompt or several, as several; no prompt is none. None of them is looked into yet."""
+    if isinstance(prompts, str) or not _is_collection(prompts):
+        return [prompts]
+    several = list(prompts)
     try:
-        one = _as_prompt(prompts)
-    except InvalidRequest:
-        if not _is_collection(prompts):
-            raise
-        return [_as_prompt(prompt) for prompt in prompts]
-    return [one] if isinstance(one, str) or one else []
-
-
-def _as_prompt(value: object) -> Prompt:
-    if isinstance(value, str):
-        return value
-    if _is_collection(value):
-        with contextlib.suppress(TypeError):
-            return [operator.index(i) for i in value]
-    raise InvalidRequest(
-        f"prompts: got {reprlib.repr(value)}, allowed: a text, token ids, or a list of either"
-    )
+        operator.index(several[0])
+    except (IndexError, TypeError):
+        return several
+    return [several]
 
 
 def _is_collection(value: object) -> TypeGuard[Iterable[Any]]:

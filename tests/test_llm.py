@@ -6,6 +6,7 @@ import os
 import signal
 from typing import Any
 
+import numpy as np
 import pytest
 
 from engine import LLM, InvalidRequest, SamplingParams
@@ -25,6 +26,28 @@ def test_longest_answers_begin_first_and_come_back_in_order() -> None:
     assert [len(output.token_ids) for output in outputs] == lengths
     first = [output.first_token_s for output in outputs]
     assert sorted(range(len(lengths)), key=first.__getitem__) == [1, 3, 2, 0]
+    last = [output.total_s for output in outputs]  # one after the other: there is one slot
+    assert last[1] < first[3] < last[3] < first[2] < last[2] < first[0] < last[0]
+
+
+def test_prompts_come_in_any_collection() -> None:
+    params = SamplingParams(max_tokens=1)
+    collections: list[Any] = [
+        [[1, 2], [3]],
+        ((1, 2), (3,)),
+        (ids for ids in ([1, 2], [3])),
+        [np.array([1, 2]), np.array([3])],
+        [[np.int64(1), 2], range(3, 4)],
+    ]
+    with LLM(TINY, ["log.progress=none"]) as llm:
+        for prompts in collections:
+            outputs = llm.generate(prompts, params, progress=False)
+            assert [output.prompt_ids for output in outputs] == [(1, 2), (3,)]
+        for one in ([1, 2], np.array([1, 2]), iter([1, 2])):
+            (output,) = llm.generate(one, params, progress=False)  # type: ignore[arg-type]
+            assert output.prompt_ids == (1, 2)
+        with pytest.raises(InvalidRequest, match="prompt: got -1, allowed: token ids from 0 to"):
+            llm.generate([[1], [2, -1, -2]], params, progress=False)
 
 
 def test_ctrl_c_within_a_step_ends_the_call_and_nothing_else(
@@ -58,7 +81,7 @@ def test_ctrl_c_within_a_step_ends_the_call_and_nothing_else(
 def test_what_is_no_prompt_is_refused_by_name() -> None:
     with LLM(TINY, ["log.progress=none"]) as llm:
         for wrong in (5, None, [[1, "a"]], [{"prompt": "x"}], [1.5], b"text", {"a": 1}):
-            with pytest.raises(InvalidRequest, match="prompts: got .*, allowed: a text"):
+            with pytest.raises(InvalidRequest, match="prompt: got .*, allowed: .*token ids"):
                 llm.generate(wrong, progress=False)  # type: ignore[arg-type]
         with pytest.raises(InvalidRequest, match="max_tokens"):
             llm.generate([1], SamplingParams(max_tokens="5"))  # type: ignore[arg-type]
