@@ -68,7 +68,7 @@ def run_jobs(
 def jobs_table(
     names: Sequence[str], before: Mapping[str, float], after: Mapping[str, float]
 ) -> str:
-    """Lines for a person: what became of each job, and the seconds it took when it was built.
+    """Lines for a person: what became of each job, and the seconds that those built now took.
 
     Args:
         names: of all jobs.
@@ -79,6 +79,6 @@ def jobs_table(
     lines = [columns.format("job", "outcome", "seconds")]
     for name in names:
         outcome = "found" if name in before else "built" if name in after else "missing"
-        seconds = f"{after[name]:.1f}" if name in after else "-"
+        seconds = f"{after[name]:.1f}" if outcome == "built" else "-"
         lines.append(columns.format(name, outcome, seconds))
     return "\n".join(lines)

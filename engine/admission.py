@@ -169,10 +169,9 @@ def check_params(params: SamplingParams, limits: RequestLimits) -> SamplingParam
     """
     params = _typed(params)
     _check_range("n", params.n, 1, limits.max_n)
-    if params.max_tokens is not None:
-        least = 0 if params.prompt_logprobs is not None else 1
-        _check_range("max_tokens", params.max_tokens, least, math.inf)
-    _check_range("temperature", params.temperature, 0, 1e6)
+    least = 0 if params.prompt_logprobs is not None else 1
+    _check_range("max_tokens", params.max_tokens, least, math.inf)
+    _check_range("temperature", params.temperature, 0, 10**6)
     if not 0 < params.top_p <= 1:
         raise _refused("top_p", params.top_p, "above 0, at most 1")
     _check_range("top_k", params.top_k, -1, math.inf)
@@ -181,13 +180,10 @@ def check_params(params: SamplingParams, limits: RequestLimits) -> SamplingParam
     _check_range("presence_penalty", params.presence_penalty, -2, 2)
     # Wider than anyone uses, narrow enough for float32.
     _check_range("repetition_penalty", params.repetition_penalty, 0.001, 1000)
-    if params.seed is not None:
-        _check_range("seed", params.seed, -(2**63), 2**_SEED_BITS - 1)
+    _check_range("seed", params.seed, -(2**63), 2**_SEED_BITS - 1)
     _check_range("min_tokens", params.min_tokens, 0, limits.max_model_len)
-    for name in ("logprobs", "prompt_logprobs"):
-        value = getattr(params, name)
-        if value is not None:
-            _check_range(name, value, 0, limits.max_logprobs)
+    _check_range("logprobs", params.logprobs, 0, limits.max_logprobs)
+    _check_range("prompt_logprobs", params.prompt_logprobs, 0, limits.max_logprobs)
     if any(not string for string in params.stop):
         raise _refused("stop", "", "strings of at least 1 character")
     _check_ids("stop_token_ids", params.stop_token_ids, limits)
@@ -222,9 +218,9 @@ def _check_ids(name: str, ids: Collection[int], limits: RequestLimits) -> None:
             raise _refused(name, token_id, limits.ids_range)
 
 
-def _check_range(name: str, value: float, least: float, most: float) -> None:
-    if not least <= value <= most:  # NaN fails, too
-        allowed = f"at least {least}" if most == math.inf else f"from {least:g} to {most:g}"
+def _check_range(name: str, value: float | None, least: float, most: float) -> None:
+    if value is not None and not least <= value <= most:  # NaN fails, too
+        allowed = f"at least {least}" if most == math.inf else f"from {least} to {most}"
         raise _refused(name, value, allowed)
 
 

@@ -301,13 +301,10 @@ class EngineClient:
             woken.append(choice.group)
 
     def _request_error(self, message: RequestFailed) -> RequestError:
-        if message.status == InvalidRequest.status:
-            return InvalidRequest(message.message)
         if message.status == QueueFull.status:
             return QueueFull(message.message, retry_after_s=self._rate.seconds_until(1))
-        if message.status == Unavailable.status:
-            return Unavailable(message.message)
-        return EngineFault(message.message)
+        kinds = {kind.status: kind for kind in (InvalidRequest, Unavailable)}
+        return kinds.get(message.status, EngineFault)(message.message)
 
     def _on_exit(self, how: str) -> None:
         self._die(EngineDead(f"the engine process {how}{self._fatal and ': '}{self._fatal}"))

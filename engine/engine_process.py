@@ -1,6 +1,6 @@
 """The engine's own process: messages in, steps, outputs out.
 
-    python -m engine.engine_process --address ipc://... --config FILE [--set key.path=value ...]
+    python -m engine.engine_process --address ipc://... --config FILE
 
 The API process binds the address, spawns this module by name and reads Progress*, Ready, then
 outputs. The process ends on Shutdown, when its parent dies, or on a fault of its own (after a Fatal
@@ -115,7 +115,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--address", required=True)
     parser.add_argument("--config", required=True, type=Path)
     parser.add_argument("--parent", type=int, default=os.getppid())
-    parser.add_argument("--set", action="append", default=[], dest="overrides")
     args = parser.parse_args(argv)
     die_with_parent(args.parent)
     # Ctrl-C reaches the whole process group; the API process decides when the engine ends.
@@ -124,13 +123,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.LINGER, 2000)
     socket.connect(args.address)
-    status = _serve(socket, args.config, args.overrides)
+    status = _serve(socket, args.config)
     socket.close()
     zmq.Context.instance().term()
     return status
 
 
-def _serve(socket: zmq.Socket[bytes], config_file: Path, overrides: Sequence[str]) -> int:
+def _serve(socket: zmq.Socket[bytes], config_file: Path) -> int:
     encoder = msgspec.msgpack.Encoder()
     lock = threading.RLock()
 
@@ -152,7 +151,7 @@ def _serve(socket: zmq.Socket[bytes], config_file: Path, overrides: Sequence[str
 
     engine = None
     try:
-        engine = start_engine(load_config(config_file, overrides), progress, give_up)
+        engine = start_engine(load_config(config_file), progress, give_up)
         # What is alive now stays alive; do not let the collector walk it between steps.
         gc.collect()
         gc.freeze()

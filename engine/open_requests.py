@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from engine.errors import FullgraphError
@@ -18,6 +19,7 @@ from engine.request import Finished, TokenLogprobs
 T = TypeVar("T")
 
 
+@dataclass(slots=True, eq=False)
 class Choice:
     """One engine request: what came for it and was not yet taken.
 
@@ -27,30 +29,18 @@ class Choice:
         prompt_logprobs: per prompt token from the second on, as far as they came.
         finished: set after the last token.
         error: set when the request ended without finishing.
+        touched: the group knows that something came.
     """
 
-    __slots__ = (
-        "error",
-        "finished",
-        "group",
-        "index",
-        "logprobs",
-        "prompt_logprobs",
-        "request_id",
-        "token_ids",
-        "touched",
-    )
-
-    def __init__(self, group: OpenRequests, index: int, request_id: int) -> None:
-        self.group = group
-        self.index = index
-        self.request_id = request_id
-        self.token_ids: list[int] = []
-        self.logprobs: list[TokenLogprobs] = []
-        self.prompt_logprobs: list[TokenLogprobs] = []
-        self.finished: Finished | None = None
-        self.error: FullgraphError | None = None
-        self.touched = False
+    group: OpenRequests
+    index: int
+    request_id: int
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finished: Finished | None = None
+    error: FullgraphError | None = None
+    touched: bool = False
 
     def take(self) -> tuple[list[int], list[TokenLogprobs]]:
         """The new token ids and their logprobs; they are gone from here then."""

@@ -33,12 +33,9 @@ class Unsupported(RequestError):
         self.status = status
 
 
-_ENGINE_STATUS = 500
-
-
 def status_of(error: FullgraphError) -> int:
     """The HTTP status; 500 for the end of the engine."""
-    return error.status if isinstance(error, RequestError) else _ENGINE_STATUS
+    return error.status if isinstance(error, RequestError) else 500
 
 
 def error_body(error: FullgraphError) -> dict[str, Any]:

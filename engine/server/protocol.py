@@ -292,10 +292,8 @@ def _stop_strings(stop: object, most: int, longest: int) -> tuple[str, ...]:
     return tuple(dict.fromkeys(strings))
 
 
-def _logit_bias(bias: Mapping[str, float] | None, most: int) -> dict[int, float] | None:
-    """The field with ids for keys; which ids and values are allowed is admission's business."""
-    if bias is not None and len(bias) > most:
-        raise InvalidRequest.of("logit_bias", f"got {len(bias)} entries, allowed: at most {most}")
+def _logit_bias(bias: Mapping[str, float] | None) -> dict[int, float] | None:
+    """The field with ids for keys; what is allowed of them is admission's business."""
     for key in bias or ():
         if not re.fullmatch("[0-9]{1,12}", key):
             raise InvalidRequest.of("logit_bias", f"{key[:20]!r} is no token id")
@@ -310,7 +308,7 @@ def _sampling_params(
     prompt_logprobs: int | None,
 ) -> SamplingParams:
     """Fields that were not given take the model authors' values, or else OpenAI's."""
-    config, tokenizer = context.config, context.tokenizer
+    server, tokenizer = context.config.server, context.tokenizer
     min_tokens = request.min_tokens or 0
     if max_tokens is not None and min_tokens > max(max_tokens, 0):
         raise InvalidRequest.of(
@@ -322,9 +320,9 @@ def _sampling_params(
         **{**tokenizer.sampling_defaults, **known},
         max_tokens=max_tokens,
         seed=secrets.randbelow(_SEEDS) if request.seed is None else request.seed,
-        logit_bias=_logit_bias(request.logit_bias, config.sampling.max_logit_bias),
+        logit_bias=_logit_bias(request.logit_bias),
         min_tokens=min_tokens,
-        stop=_stop_strings(request.stop, config.server.max_stop, config.server.max_stop_length),
+        stop=_stop_strings(request.stop, server.max_stop, server.max_stop_length),
         stop_token_ids=tuple(request.stop_token_ids or ()),
         ignore_eos=bool(request.ignore_eos),
         logprobs=logprobs,

@@ -21,12 +21,12 @@ class Body(BaseModel):
     """Strict types, unknown fields ignored."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, frozen=True)
+    model: str | None = None
 
 
 class SamplingBody(Body):
     """What both ways of asking for text share. Fields below `priority` are vLLM's additions."""
 
-    model: str | None = None
     n: int | None = None
     max_tokens: int | None = None
     temperature: float | None = None
@@ -51,6 +51,15 @@ class SamplingBody(Body):
     return_token_ids: bool | None = None
 
 
+class TemplateBody(Body):
+    """What a chat template is told besides the messages."""
+
+    tools: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
 class CompletionBody(SamplingBody):
     """/v1/completions. prompt: text, list of texts, token ids, or list of lists of token ids."""
 
@@ -60,62 +69,39 @@ class CompletionBody(SamplingBody):
     best_of: int | None = None
 
 
-class ChatBody(SamplingBody):
+class ChatBody(SamplingBody, TemplateBody):
     """/v1/chat/completions."""
 
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: list[dict[str, Any]] | None = None
     functions: list[dict[str, Any]] | None = None
     tool_choice: Any = None
     function_call: Any = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
 
 
-class TokenizeBody(Body):
+class TokenizeBody(TemplateBody):
     """/tokenize: a prompt, or messages."""
 
-    model: str | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
 
 
 class DetokenizeBody(Body):
     """/detokenize."""
 
-    model: str | None = None
     tokens: list[int]
 
 
 # Fields that other servers honour and that would be wrong to ignore in silence.
 _UNSUPPORTED = (
-    "suffix",
-    "audio",
-    "web_search_options",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-    "structured_outputs",
-    "use_beam_search",
-    "bad_words",
-    "allowed_token_ids",
-    "include_stop_str_in_output",
-    "truncate_prompt_tokens",
-    "prompt_logprobs",
-    "prompt_embeds",
-    "logits_processors",
-    "chat_template",
+    *("suffix", "audio", "web_search_options", "prompt_logprobs", "prompt_embeds"),
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"),
+    *("use_beam_search", "bad_words", "allowed_token_ids", "logits_processors", "chat_template"),
+    *("include_stop_str_in_output", "truncate_prompt_tokens"),
 )
 
 

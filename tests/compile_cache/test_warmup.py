@@ -132,6 +132,6 @@ def test_the_table() -> None:
     assert jobs_table(names, {"x": 3.25}, {"x": 3.25, "decode 8 plain": 10.0}).splitlines() == [
         "job             outcome    seconds",
         "decode 8 plain  built         10.0",
-        "x               found          3.2",
+        "x               found            -",
         "y               missing          -",
     ]
