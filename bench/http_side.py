@@ -35,12 +35,14 @@ from engine.config import EngineConfig
 from engine.engine_launch import launched
 from engine.server.app import create_app
 from engine.server.lifecycle import run_server
+from engine.server.listener import listen
 from engine.tokenizer import load_tokenizer
 config = EngineConfig.model_validate_json(sys.argv[1])
 load = lambda: load_tokenizer(config.model)
 make = lambda client, ready: create_app(config, client, load, ready)
+listener = listen(config.server.host, config.server.port)
 with launched(config, "bench.hollow_engine") as transport:
-    status = run_server(config, make, transport)
+    status = run_server(config, make, transport, listener)
 sys.exit(status)
 """
 

@@ -44,6 +44,8 @@ __all__ = [
     "load_config",
 ]
 
+__version__ = "0.1.0"
+
 _LAZY = {
     "LLM": "engine.llm",
     "RequestOutput": "engine.llm",

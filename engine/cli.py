@@ -64,7 +64,13 @@ def build_parser() -> argparse.ArgumentParser:
             name, help=text, description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False
         )
 
-    _add_config(verb("serve", "serve the model over HTTP, as OpenAI's API does"))
+    serve = verb("serve", "serve the model over HTTP, as OpenAI's API does")
+    _add_config(serve)
+    for key, form in (("host", 'server.host="{}"'), ("port", "server.port={}")):
+        serve.add_argument(
+            f"--{key}", metavar=key.upper(), dest="overrides", action="append", type=form.format,
+            help=f"the same as --set server.{key}={key.upper()}",
+        )  # fmt: skip
 
     warmup = verb("warmup", "compile every graph, so that the next start takes seconds")
     _add_config(warmup)

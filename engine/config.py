@@ -14,7 +14,7 @@ Knows nothing of torch, devices or checkpoints.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
@@ -22,7 +22,7 @@ from annotated_types import Ge, Gt, Le, MinLen
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from engine.config_errors import Says, key_problems
+from engine.config_errors import Problem, Says, key_problems
 from engine.config_file import Tree, apply_override, read_tree
 from engine.errors import ConfigError
 
@@ -245,7 +245,11 @@ def validate(cls: type[Config], tree: Tree, source: str, origins: Mapping[str, s
         return cls.model_validate(sections)
     except ValidationError as error:
         problems = key_problems(error, cls)
-    raise ConfigError("\n".join(f"{_origin(p.key, source, origins)}: {p}" for p in problems))
+    raise _told(problems, source, origins)
+
+
+def _told(problems: Iterable[Problem], source: str, origins: Mapping[str, str]) -> ConfigError:
+    return ConfigError("\n".join(f"{_origin(p.key, source, origins)}: {p}" for p in problems))
 
 
 def _origin(key: str, source: str, origins: Mapping[str, str]) -> str:
@@ -256,12 +260,17 @@ def _origin(key: str, source: str, origins: Mapping[str, str]) -> str:
     return source
 
 
-def load_config(path: Path, overrides: Sequence[str] = ()) -> EngineConfig:
+def load_config(
+    path: Path,
+    overrides: Sequence[str] = (),
+    check: Callable[[EngineConfig], Iterable[Problem]] = lambda _: (),
+) -> EngineConfig:
     """Read a YAML file, apply `key.path=value` overrides in order, validate.
 
     Args:
         path: the file.
         overrides: texts such as `kv.page_size=8`; the value is parsed as YAML.
+        check: what else is wrong with it.
 
     Raises:
         ConfigError: the file cannot be read or parsed, or a key or value is wrong.
@@ -273,7 +282,10 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> EngineConfig:
         _merge(tree, _with_absolute_paths(patch, Path.cwd()))
         origins.pop(key, None)
         origins[key] = f"--set {text}"
-    return validate(EngineConfig, tree, str(path), origins)
+    config = validate(EngineConfig, tree, str(path), origins)
+    if problems := list(check(config)):
+        raise _told(problems, str(path), origins)
+    return config
 
 
 # (section, key, may also be a hub id)

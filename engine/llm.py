@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from engine.admission import RequestLimits, build_requests
-from engine.config import EngineConfig, load_config
+from engine.config import EngineConfig
 from engine.detokenizer import Detokenizer
 from engine.errors import EngineDead, FullgraphError, InvalidRequest
 from engine.interrupts import uninterrupted
+from engine.preflight import load_to_start
 from engine.request import (
     FINISH_STOP,
     EngineRequest,
@@ -76,51 +77,46 @@ class TextDelta:
     finish_reason: str | None = None
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class _Choice:
-    """One open request: what has come so far."""
+    """One open request: what has come so far. `start` is the call's time.perf_counter()."""
 
-    def __init__(
-        self,
-        request: EngineRequest,
-        prompt_index: int,
-        choice: int,
-        detokenizer: Detokenizer | None,
-        start: float,
-    ) -> None:
-        self.request = request
-        self.prompt_index, self.choice = prompt_index, choice
-        self.token_ids: list[int] = []
-        self.logprobs: list[TokenLogprobs] = []
-        self.prompt_logprobs: list[TokenLogprobs] = []
-        self.finish_reason: str | None = None
-        self.text: list[str] = []
-        self._first_token_s = self._total_s = 0.0
-        self._cached = 0
-        self._detokenizer = detokenizer
-        self._start = start
+    request: EngineRequest
+    prompt_index: int
+    choice: int
+    detokenizer: Detokenizer | None
+    start: float
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
+    text: list[str] = dataclasses.field(default_factory=list)
+    finish_reason: str | None = None
+    num_cached_tokens: int = 0
+    first_token_s: float = 0.0
+    total_s: float = 0.0
 
     def add(self, token_id: int, logprob: TokenLogprobs | None) -> None:
         """One sampled id; afterwards finish_reason says whether a stop string ended the text."""
         if not self.token_ids:
-            self._first_token_s = time.perf_counter() - self._start
+            self.first_token_s = time.perf_counter() - self.start
         if token_id in self.request.stop_ids and len(self.token_ids) >= self.request.min_tokens:
             return  # ends the request, is no part of its text; Finished follows
         self.token_ids.append(token_id)
         if logprob is not None:
             self.logprobs.append(logprob)
-        if self._detokenizer is not None:
-            self.text.append(self._detokenizer.add([token_id]))
-            if self._detokenizer.stopped:
+        if self.detokenizer is not None:
+            self.text.append(self.detokenizer.add([token_id]))
+            if self.detokenizer.stopped:
                 self.finish_reason = FINISH_STOP
 
     def finish(self, finished: Finished | None) -> None:
         """The engine (or with None a stop string) ended it."""
-        self._total_s = time.perf_counter() - self._start
+        self.total_s = time.perf_counter() - self.start
         if finished is not None:
-            self._cached = finished.num_cached_tokens
+            self.num_cached_tokens = finished.num_cached_tokens
             self.finish_reason = self.finish_reason or finished.reason
-        if self._detokenizer is not None:
-            self.text.append(self._detokenizer.finish())
+        if self.detokenizer is not None:
+            self.text.append(self.detokenizer.finish())
 
     def output(self) -> RequestOutput:
         assert self.finish_reason is not None
@@ -133,9 +129,9 @@ class _Choice:
             self.finish_reason,
             tuple(self.logprobs),
             tuple(self.prompt_logprobs),
-            self._cached,
-            self._first_token_s,
-            self._total_s,
+            self.num_cached_tokens,
+            self.first_token_s,
+            self.total_s,
         )
 
 
@@ -152,7 +148,7 @@ class LLM:
 
     def __init__(self, config: str | Path | EngineConfig, overrides: Sequence[str] = ()) -> None:
         if not isinstance(config, EngineConfig):
-            config = load_config(Path(config), overrides)
+            config = load_to_start(Path(config), overrides)
         self.config = config
         with ProgressDisplay(config.log.progress) as display:
             self.tokenizer = load_tokenizer(config.model) if _has_tokenizer(config) else None

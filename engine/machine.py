@@ -1,10 +1,12 @@
-"""What this machine has, found without torch: cores that may be used, a C++ compiler.
+"""What this machine has, found without torch: cores that may be used, a C++ compiler, a GPU's
+driver.
 
-Knows nothing of configurations or GPUs.
+Knows nothing of configurations.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 from dataclasses import dataclass
@@ -60,3 +62,14 @@ def cpp_compiler() -> str | None:
     """The C++ compiler that Inductor would call ($CXX, g++ or clang++), or None."""
     candidates = (os.environ.get("CXX"), "g++", "clang++")
     return next((name for name in candidates if name and shutil.which(name)), None)
+
+
+def why_no_cuda() -> str:
+    """Why there can be no CUDA device, "" where there may be one: only torch knows for certain."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return "CUDA_VISIBLE_DEVICES hides all GPUs"
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return "this machine has no NVIDIA driver (libcuda.so.1)"
+    return ""

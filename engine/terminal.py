@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping
-from typing import Literal, TextIO
+from typing import Literal, Self, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -45,13 +45,17 @@ class ProgressDisplay:
         self._tasks: dict[str, TaskID] = {}
         self._lines: dict[str, _PhaseLines] = {}
 
-    def __enter__(self) -> ProgressDisplay:
+    def __enter__(self) -> Self:
         if self._mode == "bar":
             self._bars.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._mode == "bar":
+        self.close()
+
+    def close(self) -> None:
+        """End the bars. More than once is allowed."""
+        if self._bars.live.is_started:
             self._bars.stop()
 
     def update(self, phase: str, done: int, total: int, text: str = "") -> None:

@@ -16,7 +16,8 @@ import pytest
 
 from engine import cli
 from engine.commands import bench, conversation, generate
-from engine.errors import InvalidRequest, ModelError
+from engine.config import load_config
+from engine.errors import ConfigError, InvalidRequest, ModelError
 
 Write = Callable[..., Path]
 VERBS = ("", "serve", "warmup", "generate", "chat", "bench")
@@ -60,7 +61,7 @@ def test_the_module_is_the_command() -> None:
         ["fly", "x.yaml"],
         ["serve"],
         ["serve", "x.yaml", "y.yaml"],
-        ["serve", "x.yaml", "--port", "3"],
+        ["generate", "x.yaml", "Hi", "--port", "3"],
         ["serve", "x.yaml", "--se", "a.b=c"],
         ["generate", "x.yaml", "Hi", "--temperature", "0"],
         ["generate", "x.yaml", "Hi", "--max-tokens", "0"],
@@ -104,6 +105,16 @@ def test_generates_length(
     monkeypatch.setattr(generate, "open_llm", lambda args: llm)
     assert cli.main(["generate", "x.yaml", *words, "Hi"]) == 0
     llm.default_params.assert_called_once_with(max_tokens=max_tokens)
+
+
+def test_the_short_forms_of_host_and_port_are_settings_like_others(write_config: Write) -> None:
+    words = ["--set", "server.port=1", "--host", "::", "--port", "8010", "--set", "kv.page_size=8"]
+    args = cli.parse(["serve", str(write_config("model: {path: x}\n")), *words])
+    config = load_config(args.config, args.overrides)
+    assert (config.server.host, config.server.port, config.kv.page_size) == ("::", 8010, 8)
+    args = cli.parse(["serve", str(args.config), "--port", "many"])
+    with pytest.raises(ConfigError, match="server.port: got 'many', allowed: an integer"):
+        load_config(args.config, args.overrides)
 
 
 def test_warmups_files() -> None:

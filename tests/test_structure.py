@@ -275,5 +275,5 @@ def test_the_rules_can_fail() -> None:
         "engine.config",
     ]
     assert chain("engine.commands.bench", ("pydantic",)) == (
-        "engine.commands.bench -> engine.config -> pydantic"
+        "engine.commands.bench -> engine.preflight -> engine.config -> pydantic"
     )

@@ -11,15 +11,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-from engine.config import load_config
 from engine.errors import ConfigError
+from engine.preflight import load_to_start
 
 SOURCE_TREE = Path(__file__).resolve().parents[2]
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the benchmark in a process of its own; its exit status is ours."""
-    load_config(args.config, args.overrides)
+    load_to_start(args.config, args.overrides)
     program = SOURCE_TREE / "bench" / f"{args.what}.py"
     if not program.is_file():
         raise ConfigError(f"bench: no {program}; the benchmarks come with the source tree only")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 
-from engine.config import load_config
 from engine.llm import LLM
+from engine.preflight import load_to_start
 from engine.terminal import ProgressDisplay
 
 
 def open_llm(args: argparse.Namespace) -> LLM:
     """Load the model that the command line names; shows the resolved settings."""
-    config = load_config(args.config, args.overrides)
+    config = load_to_start(args.config, args.overrides)
     llm = LLM(config)
     ProgressDisplay(config.log.progress).table("resolved", llm.engine.settings)
     return llm

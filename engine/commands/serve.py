@@ -5,14 +5,16 @@ from __future__ import annotations
 import argparse
 import importlib
 
-from engine.config import load_config
 from engine.engine_launch import launched
+from engine.preflight import load_to_start
+from engine.server.listener import listen
 
 
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGTERM or Ctrl-C."""
-    config = load_config(args.config, args.overrides)
-    with launched(config) as transport:
+    config = load_to_start(args.config, args.overrides)
+    with listen(config.server.host, config.server.port) as listener, launched(config) as transport:
         # Imported by name, and only now: FastAPI takes a second, in which the engine starts.
-        status: int = importlib.import_module("engine.server.app").serve(config, transport)
+        app = importlib.import_module("engine.server.app")
+        status: int = app.serve(config, transport, listener)
     return status

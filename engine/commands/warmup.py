@@ -17,8 +17,9 @@ from compile_cache.warmup import jobs_table
 from engine.artefacts import Prepared, fingerprint_of, open_cache, prepare, store_of
 from engine.compile_jobs import VARIANTS, compile_jobs
 from engine.compiler import Compiler
-from engine.config import EngineConfig, load_config
+from engine.config import EngineConfig
 from engine.errors import ConfigError
+from engine.preflight import load_to_start
 from engine.resolve import settings_of
 from engine.terminal import ProgressDisplay
 
@@ -27,7 +28,7 @@ NOT_THERE = 1
 
 def run(args: argparse.Namespace) -> int:
     """Check, or take in artefacts, compile, and hand artefacts out."""
-    config = load_config(args.config, args.overrides)
+    config = load_to_start(args.config, args.overrides)
     if args.check:
         return _check(config)
     if not config.compile.cache:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator, Callable
 
 from fastapi import FastAPI
@@ -17,6 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from engine import __version__
 from engine.config import EngineConfig
 from engine.engine_client import EngineClient
 from engine.engine_transport import ProcessTransport
@@ -62,7 +64,7 @@ def create_app(
             watch.cancel()
             await service.stop()
 
-    app = FastAPI(title="fullgraph", lifespan=lifespan)
+    app = FastAPI(title="fullgraph", version=__version__, lifespan=lifespan)
     app.state.service = service
     app.include_router(make_router(service))
     _add_error_handlers(app)
@@ -93,17 +95,15 @@ def _add_error_handlers(app: FastAPI) -> None:
         return error_response(FullgraphError(f"internal error: {type(error).__name__}"))
 
 
-def serve(config: EngineConfig, transport: ProcessTransport) -> int:
+def serve(config: EngineConfig, transport: ProcessTransport, listener: socket.socket) -> int:
     """Serve until SIGTERM, Ctrl-C or the engine's end; the process's exit status.
 
-    Listens at once and answers 503 with the progress while the engine starts.
+    Answers at once, with 503 and the progress while the engine starts.
 
     Args:
         config: of the whole server.
         transport: to the engine's process, see engine_launch.launched.
-
-    Raises:
-        ConfigError: the address cannot be listened on.
+        listener: a socket that listens.
     """
     return run_server(
         config,
@@ -111,4 +111,5 @@ def serve(config: EngineConfig, transport: ProcessTransport) -> int:
             config, client, lambda: load_tokenizer(config.model), on_ready
         ),
         transport,
+        listener,
     )

@@ -12,6 +12,7 @@ import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from engine import __version__
 from engine.errors import InvalidRequest, NotFound
 from engine.metrics import CONTENT_TYPE
 from engine.server.answer import whole_answer
@@ -141,6 +142,10 @@ def _add_information(router: APIRouter, service: Service) -> None:
     @router.get("/metrics")
     async def metrics() -> Response:
         return Response(await service.render_metrics(), media_type=CONTENT_TYPE)
+
+    @router.get("/version")
+    async def version() -> Response:
+        return _JSON({"version": __version__})
 
     @router.get("/v1/models")
     async def models() -> Response:

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
+
 from engine.config import EngineConfig
 from engine.engine_client import EngineClient, State
 from engine.errors import EngineDead, FullgraphError, Unavailable
@@ -107,10 +109,15 @@ class Service:
         timeout_s = self.config.server.drain_timeout_s
         logger.info("draining: %d open requests, at most %g s", self._num_active, timeout_s)
         if self.client.state is State.READY and not await self._wait_idle(timeout_s):
-            logger.warning("%d requests were cut off after %g s", self._num_active, timeout_s)
-            self.client.fail_open(Unavailable("the server is shutting down"))
-            await self._wait_idle(_LAST_WORDS_S)
+            logger.warning("%d requests are cut off after %g s", self._num_active, timeout_s)
+            await self.cut_off()
         self._over.set()
+
+    async def cut_off(self) -> None:
+        """End open requests with an error and let them tell their clients."""
+        self.client.fail_open(Unavailable("the server is shutting down"))
+        await self._wait_idle(_LAST_WORDS_S)
+        await asyncio.sleep(_POLL_S)  # what was sent last is written
 
     async def stop(self) -> None:
         """End the engine."""
@@ -154,12 +161,7 @@ class Service:
             progress = self.client.progress
             body: dict[str, Any] = {"status": self._status(), "message": error.message}
             if progress is not None and body["status"] == "starting":
-                body["progress"] = {
-                    "phase": progress.phase,
-                    "done": progress.done,
-                    "total": progress.total,
-                    "text": progress.text,
-                }
+                body["progress"] = msgspec.structs.asdict(progress)
             return error.status, body
         return 200, {"status": "ready"}
 
@@ -183,12 +185,6 @@ class Service:
 
 _GAUGES = ("running", "waiting", "pages_total", "pages_free", "pages_cached", "pages_held")
 _COUNTERS = (
-    "steps_decode",
-    "steps_extend",
-    "eager_steps",
-    "recompiles",
-    "preemptions",
-    "prompt_tokens",
-    "cached_prompt_tokens",
-    "generated_tokens",
+    *("steps_decode", "steps_extend", "eager_steps", "recompiles", "preemptions"),
+    *("prompt_tokens", "cached_prompt_tokens", "generated_tokens"),
 )

@@ -20,7 +20,8 @@ import uvicorn
 from engine.config import EngineConfig, validate
 from engine.engine_client import EngineClient
 from engine.server.app import create_app
-from engine.server.lifecycle import DrainingServer, listen
+from engine.server.lifecycle import DrainingServer
+from engine.server.listener import listen
 from engine.tokenizer import Tokenizer
 from tests.server.fake_engine import VOCAB_SIZE, FakeTransport, Limits
 from tests.server.fake_engine_process import ENVIRONMENT
@@ -137,12 +138,14 @@ class ServerProcess:
             "from engine.server.app import create_app\n"
             "from engine.engine_launch import launched\n"
             "from engine.server.lifecycle import run_server\n"
+            "from engine.server.listener import listen\n"
             "from engine.tokenizer import load_tokenizer\n"
             "config = EngineConfig.model_validate_json(sys.argv[1])\n"
             "load = lambda: load_tokenizer(config.model)\n"
             "make = lambda client, ready: create_app(config, client, load, ready)\n"
+            "listener = listen(config.server.host, config.server.port)\n"
             "with launched(config, 'tests.server.fake_engine_process') as transport:\n"
-            "    status = run_server(config, make, transport)\n"
+            "    status = run_server(config, make, transport, listener)\n"
             "sys.exit(status)\n"
         )
         self.temporary = folder / "tmp"

@@ -11,6 +11,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
+import engine
 from engine.engine_client import EngineClient
 from engine.errors import ModelError
 from engine.request import Progress, Ready
@@ -130,6 +131,7 @@ def test_starting_is_503_with_progress() -> None:
             assert response.json()["error"]["code"] == "unavailable"
             assert (await http.get("/v1/models")).status_code == 200
             assert (await http.get("/metrics")).status_code == 200
+            assert (await http.get("/version")).json() == {"version": engine.__version__}
 
     asyncio.run(run())
 

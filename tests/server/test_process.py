@@ -19,7 +19,7 @@ import pytest
 
 from engine import scratch
 from engine.errors import ConfigError
-from engine.server.lifecycle import listen
+from engine.server.listener import listen
 from tests.conftest import ROOT
 from tests.server.fake_engine_process import ENVIRONMENT
 from tests.server.processes import children_of, gone
@@ -98,7 +98,9 @@ def test_a_second_signal_does_not_wait(tmp_path: Path) -> None:
             server.process.send_signal(signal.SIGINT)
 
         begin = time.monotonic()
-        asyncio.run(open_streams(server.url, 240, interrupt_twice, count=2))
+        texts = asyncio.run(open_streams(server.url, 240, interrupt_twice, count=2))
+        for text in texts:
+            assert '"code":"unavailable"' in text and text.endswith("}\n\n")
         assert server.process.wait(timeout=10) == 130
         assert time.monotonic() - begin < 3 and gone(engine)
         assert list(server.temporary.iterdir()) == []
