@@ -12,13 +12,16 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
+import uvicorn
 
 from engine import scratch
 from engine.errors import ConfigError
+from engine.server.lifecycle import DrainingServer
 from engine.server.listener import listen
 from tests.conftest import ROOT
 from tests.server.fake_engine_process import ENVIRONMENT
@@ -105,6 +108,24 @@ def test_a_second_signal_does_not_wait(tmp_path: Path) -> None:
         assert time.monotonic() - begin < 3 and gone(engine)
         assert list(server.temporary.iterdir()) == []
     assert "Traceback" not in "".join(server.lines)
+
+
+def test_a_third_signal_waits_for_nothing() -> None:
+    ended: list[int] = []
+    service: Any = SimpleNamespace(draining=False, drain=lambda: "drain")
+    app: Any = None
+    server = DrainingServer(uvicorn.Config(app), service, ended.append)
+    begun: list[Any] = []
+    loop: Any = SimpleNamespace(call_soon_threadsafe=lambda begin, work: begun.append(work))
+    server._loop, server.started = loop, True
+    server.handle_exit(signal.SIGTERM, None)
+    assert service.draining and begun == ["drain"]
+    server.handle_exit(signal.SIGTERM, None)
+    begun[1].close()
+    assert ended == []
+    server.handle_exit(signal.SIGINT, None)
+    begun[2].close()
+    assert ended == [signal.SIGINT]
 
 
 def test_killed_engine(tmp_path: Path) -> None:
