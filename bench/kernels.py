@@ -31,7 +31,7 @@ from engine.attention_plan import AttentionPlanner
 from engine.flashinfer_plan import AttentionShape
 from engine.scheduler.batch import ScheduledBatch
 from engine.step_inputs import Bucket, empty_batch
-from models.ops import attention_cuda, decode_triton, fused_triton, linear_gluon, linear_triton
+from models.ops import attention_cuda, decode_triton, fused_triton, linear_triton
 from models.ops.linear_table import Choice, choose_linear
 
 _ROTATE_BYTES = 240 << 20
@@ -92,13 +92,6 @@ def candidates(m: Matrix, rows: int) -> Iterator[Choice | None]:
                 yield Choice(block_n, block_k, warps=warps)
         return
     if rows > 64:
-        for block_m, block_n, block_k in itertools.product((64, 128), (16, 32, 64), (64, 128)):
-            programs = m.columns // block_n * -(-rows // block_m)
-            stage = 2 * block_k * (block_m + block_n)
-            if 48 <= programs <= 264 and not m.act:
-                for stages in {min(8, room // stage) for room in (112 << 10, 224 << 10)}:
-                    for warps in (4, block_m // 16):
-                        yield Choice(block_n, block_k, 1, stages, warps, 0, block_m, gluon=True)
         return
     tiles = (
         (16, 256, 4, 4), (32, 128, 4, 4), (32, 256, 3, 4), (64, 64, 5, 4),
@@ -130,9 +123,6 @@ def linear_call(
         if m.act:
             fused_triton.silu_mul(out, y, True)
         return y if m.act else out
-    if choice.gluon:
-        linear_gluon.run(x, w, residual if m.residual else None, y, choice)
-        return y
     linear_triton.run(
         x,
         w,

@@ -27,7 +27,7 @@ from engine.step_inputs import Bucket
 from models.config import ModelConfig
 from models.forward import CompilePiece, as_is
 from models.inputs import KVCache, TensorParallel
-from models.ops import experts, linear
+from models.ops import between, experts, linear
 from models.sharding import local_heads
 from models.step import make_step
 
@@ -82,6 +82,7 @@ def build_runner(
     if cuda:
         torch._inductor.config.triton.cudagraph_dynamic_shape_warn_limit = None
     linear.prepare(device)
+    between.prepare(device)
     experts.prepare(device)
     builder = _ProgramBuilder(setup, tensors, compiles, records)
     return GraphRunner(
@@ -112,10 +113,10 @@ def _planner(setup: Setup, tensors: StepTensors, buckets: list[Bucket]) -> Atten
 
 
 def few_layers(model: ModelConfig, tensors: StepTensors) -> tuple[ModelConfig, StepTensors]:
-    """The same with as few of the first layers as have one of each sort."""
+    """The same with as few of the first layers as have one of each sort, and with a last one."""
     layers, windows = tensors.params["layers"], model.layer_windows
     sorts = [(window, *sorted(p)) for window, p in zip(windows, layers, strict=True)]
-    count = 1 + max(sorts.index(sort) for sort in set(sorts))
+    count = min(len(layers), max(2, 1 + max(sorts.index(sort) for sort in set(sorts))))
     few = replace(
         tensors,
         params={**tensors.params, "layers": layers[:count]},

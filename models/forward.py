@@ -17,7 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from models.config import ModelConfig
-from models.fused_layer import can_fuse, fused_decoder_layer
+from models.fused_layer import (
+    can_fuse,
+    can_join,
+    fused_decoder_layer,
+    fused_qkv,
+    joined_decoder_layer,
+)
 from models.inputs import KVCache, StepInputs, StepState, TensorParallel
 from models.layers import Family, Params, Rows, decoder_layer
 from models.ops.collectives import all_gather_last, all_reduce
@@ -108,6 +114,8 @@ def make_backbone(
     """
     family = family_of(model.architecture)
     fused = kernels.fused and kind == "decode" and can_fuse(family)
+    if fused and can_join(model, tp):
+        return _joined_backbone(model, tp, compile_piece, kernels)
     embed_piece = compile_piece(_embed_piece(tp))
     mixes = model.moe_layers or (False,) * model.num_layers
     layer_kinds = list(zip(model.layer_windows, mixes, strict=True))
@@ -125,14 +133,7 @@ def make_backbone(
     ) -> tuple[Tensor, Tensor | None]:
         x_TE, rope_TD = embed_piece(params, state, inputs)
         residual_TE = None if fused else torch.zeros_like(x_TE)
-        rows = Rows(
-            inputs.kv_slots_T,
-            state.page_table_SP,
-            inputs.row_slots_R,
-            inputs.row_starts_R,
-            inputs.row_lens_R,
-            inputs.row_offsets_R,
-        )
+        rows = _rows(state, inputs)
         for p, kv_layer, layer_kind in zip(
             params["layers"], kv_cache.layers, layer_kinds, strict=True
         ):
@@ -144,6 +145,73 @@ def make_backbone(
         return x_TE, residual_TE
 
     return backbone
+
+
+def _rows(state: StepState, inputs: StepInputs) -> Rows:
+    return Rows(
+        inputs.kv_slots_T,
+        state.page_table_SP,
+        inputs.row_slots_R,
+        inputs.row_starts_R,
+        inputs.row_lens_R,
+        inputs.row_offsets_R,
+    )
+
+
+def _joined_backbone(
+    model: ModelConfig, tp: TensorParallel, compile_piece: CompilePiece, kernels: Kernels
+) -> Backbone:
+    """`make_backbone` of fused layers each of which computes the next one's qkv."""
+
+    def embed_qkv_step(
+        params: Tree, state: StepState, inputs: StepInputs
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        x_TE, rope_TD = embed(tp, params, state, inputs)
+        return x_TE, fused_qkv(model, kernels, params["layers"][0], x_TE), rope_TD
+
+    embed_piece = compile_piece(embed_qkv_step)
+    # The last one computes no qkv.
+    layer_kinds = [(window, False) for window in model.layer_windows[:-1]]
+    layer_kinds.append((model.layer_windows[-1], True))
+    layer_pieces = {
+        layer_kind: compile_piece(_joined_layer_piece(model, *layer_kind, kernels))
+        for layer_kind in sorted(set(layer_kinds))
+    }
+
+    def backbone(
+        params: Tree, kv_cache: KVCache, state: StepState, inputs: StepInputs
+    ) -> tuple[Tensor, Tensor | None]:
+        x_TE, qkv_TQ, rope_TD = embed_piece(params, state, inputs)
+        rows = _rows(state, inputs)
+        layers = params["layers"]
+        for p, following, kv_layer, layer_kind in zip(
+            layers, [*layers[1:], None], kv_cache.layers, layer_kinds, strict=True
+        ):
+            layer = layer_pieces[layer_kind]
+            x_TE, qkv_TQ = layer(p, following, x_TE, qkv_TQ, rope_TD, kv_layer, rows)
+        return x_TE, None
+
+    return backbone
+
+
+def _joined_layer_piece(
+    model: ModelConfig, window: int, last: bool, kernels: Kernels
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    def joined_layer_step(
+        p: Params,
+        following: Params | None,
+        x_TE: Tensor,
+        qkv_TQ: Tensor,
+        rope_TD: Tensor,
+        kv_layer: Tensor,
+        rows: Rows,
+    ) -> tuple[Tensor, Tensor]:
+        return joined_decoder_layer(
+            model, window, kernels, p, following, x_TE, qkv_TQ, rope_TD, kv_layer, rows
+        )
+
+    joined_layer_step.__name__ += f"_{window}_last" if last else f"_{window}"
+    return joined_layer_step
 
 
 def _embed_piece(tp: TensorParallel) -> Callable[..., tuple[Tensor, Tensor]]:

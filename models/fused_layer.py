@@ -1,13 +1,15 @@
 """A decoder layer made of few kernels, for decode steps on a GPU: the same function as
 layers.decoder_layer.
 
-Five operators a layer: norm + qkv, heads + KV write + attention, o + residual, norm + gate_up +
-SwiGLU, down + residual. A mixture of experts is one instead of the last two: norm + router +
-experts + residual. The hidden state is one tensor here; there is no separate residual.
+A dense layer on one GPU is two operators: heads + KV write + attention, and all that lies between
+it and the next layer's attention (o, gate_up, down, the next qkv, with what goes around them). The
+others have five: norm + qkv, attention, o + residual, norm + gate_up + SwiGLU, down + residual. A
+mixture of experts is one instead of the last two: norm + router + experts + residual. The hidden
+state is one tensor here; there is no separate residual.
 
 Knows nothing of how many rows there are or which kernel they get.
 
-Legend: T tokens, H query heads, K kv heads, D head dim, E hidden.
+Legend: T tokens, H query heads, K kv heads, D head dim, E hidden, Q columns of qkv.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from models.config import ModelConfig
 from models.inputs import TensorParallel
 from models.layers import Family, Params, Rows, mlp
 from models.moe import feed_forward, fused_mixture
+from models.ops.between import between_attentions
 from models.ops.collectives import all_reduce_add
 from models.ops.fused import decode_attention
 from models.ops.linear import Kernels, fused_linear
@@ -28,6 +31,53 @@ def can_fuse(family: Family) -> bool:
     gated MLP or a mixture of such.
     """
     return family.feed_forward in (mlp, feed_forward)
+
+
+def can_join(model: ModelConfig, tp: TensorParallel) -> bool:
+    """Whether a layer computes the next one's qkv, too."""
+    return not tp.group and not any(model.moe_layers)
+
+
+def fused_qkv(model: ModelConfig, kernels: Kernels, p: Params, x_TE: Tensor) -> Tensor:
+    """Norm and projection of the hidden state: [T, Q]."""
+    qkv_TQ: Tensor = fused_linear(
+        x_TE, p["qkv"], p.get("qkv_bias"), p["input_norm"], model.norm_eps, False, None, kernels.pdl
+    )
+    return qkv_TQ
+
+
+def joined_decoder_layer(
+    model: ModelConfig,
+    window: int,
+    kernels: Kernels,
+    p: Params,
+    following: Params | None,
+    x_TE: Tensor,
+    qkv_TQ: Tensor,
+    rope_TD: Tensor,
+    kv_layer: Tensor,
+    rows: Rows,
+) -> tuple[Tensor, Tensor]:
+    """One layer on the hidden state and its qkv; those of the following layer, if there is one."""
+    o_THD = _attend(model, window, kernels, p, qkv_TQ, rope_TD, kv_layer, rows)
+    then = following or {}
+    both: tuple[Tensor, Tensor] = between_attentions(
+        o_THD.flatten(1),
+        x_TE,
+        p["o"],
+        p.get("o_bias"),
+        p["post_norm"],
+        p["gate_up"],
+        p.get("gate_up_bias"),
+        p["down"],
+        p.get("down_bias"),
+        then.get("input_norm"),
+        then.get("qkv"),
+        then.get("qkv_bias"),
+        model.norm_eps,
+        kernels.pdl,
+    )
+    return both
 
 
 def fused_decoder_layer(
@@ -42,21 +92,8 @@ def fused_decoder_layer(
     rows: Rows,
 ) -> Tensor:
     """One layer on the hidden state [T, E]."""
-    qkv = fused_linear(
-        x_TE, p["qkv"], p.get("qkv_bias"), p["input_norm"], model.norm_eps, False, None, kernels.pdl
-    )
-    o_THD = decode_attention(
-        qkv,
-        rope_TD,
-        p.get("q_norm"),
-        p.get("k_norm"),
-        model.norm_eps,
-        kv_layer,
-        *rows,
-        model.head_dim**-0.5,
-        window,
-        kernels.pdl,
-    )
+    qkv_TQ = fused_qkv(model, kernels, p, x_TE)
+    o_THD = _attend(model, window, kernels, p, qkv_TQ, rope_TD, kv_layer, rows)
     x_TE = _project(tp, kernels, p, "o", o_THD.flatten(1), x_TE)
     if "router" in p:
         if not tp.group:
@@ -74,6 +111,31 @@ def fused_decoder_layer(
         kernels.pdl,
     )
     return _project(tp, kernels, p, "down", mid_TF, x_TE)
+
+
+def _attend(
+    model: ModelConfig,
+    window: int,
+    kernels: Kernels,
+    p: Params,
+    qkv_TQ: Tensor,
+    rope_TD: Tensor,
+    kv_layer: Tensor,
+    rows: Rows,
+) -> Tensor:
+    o_THD: Tensor = decode_attention(
+        qkv_TQ,
+        rope_TD,
+        p.get("q_norm"),
+        p.get("k_norm"),
+        model.norm_eps,
+        kv_layer,
+        *rows,
+        model.head_dim**-0.5,
+        window,
+        kernels.pdl,
+    )
+    return o_THD
 
 
 def _project(

@@ -40,7 +40,7 @@ def tensors_of(model: Any) -> StepTensors:
 
 
 @pytest.mark.parametrize(
-    ("model", "count"), [(MODELS["qwen3"], 1), (MODELS["mixtral"], 1), (MIXED, 2)]
+    ("model", "count"), [(MODELS["qwen3"], 2), (MODELS["mixtral"], 2), (MIXED, 2)]
 )
 def test_one_layer_of_each_sort(model: Any, count: int) -> None:
     tensors = tensors_of(model)

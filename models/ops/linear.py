@@ -6,7 +6,7 @@ bucket where the compiler sees a symbol: one compile serves all buckets and each
 kernel. Which kernel is best for a shape was measured (linear_table.py); where nothing was, it is
 guessed from the shape.
 
-Knows nothing of layers or buckets. The kernels for CUDA are in linear_triton.py, linear_gluon.py.
+Knows nothing of layers or buckets. The kernels for CUDA are in linear_triton.py.
 
 Legend: M rows of x, N columns of y, K inner dimension.
 """
@@ -27,10 +27,6 @@ try:
     from models.ops import fused_triton, linear_triton
 except ImportError:  # no Triton: a CPU
     fused_triton = linear_triton = None  # type: ignore[assignment]
-try:
-    from models.ops import linear_gluon
-except ImportError:  # no Triton, or one whose Gluon, which is experimental, has other names
-    linear_gluon = None  # type: ignore[assignment]
 
 
 class Kernels(NamedTuple):
@@ -102,19 +98,13 @@ def _fused_linear_cuda(
     num_rows, inner = x_MK.shape
     columns = w_NK.shape[0] // (2 if act else 1)
     choice = choose_linear(num_rows, columns, inner, act)
-    gluon = linear_gluon is not None and pdl and bias_N is None and x_MK.itemsize == 2
-    if choice is not None and (choice.gluon and not gluon or choice.tma and not pdl):
-        choice = None  # descriptors and pdl come with Hopper
     if choice is None or (norm_K is not None and not choice.fuse_norm):
         x_MK, norm_K = _norm(x_MK, norm_K, eps, pdl), None
     if choice is None:
         return _with_cublas(x_MK, w_NK, bias_N, act, residual_MN, pdl)
     y_MN = torch.empty((num_rows, columns), dtype=x_MK.dtype, device=x_MK.device)
-    if choice.gluon:
-        linear_gluon.run(x_MK, w_NK, residual_MN, y_MN, choice)
-    else:
-        given = (x_MK, w_NK, bias_N, norm_K, eps, act, residual_MN, y_MN)
-        linear_triton.run(*given, choice, _workspace(x_MK.device), pdl)
+    given = (x_MK, w_NK, bias_N, norm_K, eps, act, residual_MN, y_MN)
+    linear_triton.run(*given, choice, _workspace(x_MK.device), pdl)
     return y_MN
 
 

@@ -14,7 +14,7 @@ _GUESSED_ROWS = 64  # and so are more than these of a shape that was not measure
 
 
 class Choice(NamedTuple):
-    """Launch of a kernel in linear_triton.py or linear_gluon.py.
+    """Launch of a kernel in linear_triton.py.
 
     Attributes:
         block_n: rows of w of a tile (with SwiGLU half of them gate, half up). block_k: inner
@@ -23,11 +23,9 @@ class Choice(NamedTuple):
             a program.
         fuse_norm: an RMS norm before the matrix is 0: a kernel of its own, 1: applied to x,
             2: applied to w.
-        block_m: rows of x of a tile at most. tma: tiles come through tensor descriptors (Hopper
-            and later), norm and SwiGLU from kernels of their own.
+        block_m: rows of x of a tile at most.
         ahead: one row: the programs that find room while the kernel before still runs bring the
             weights of others into the L2 cache.
-        gluon: linear_gluon.py's, for Hopper, without bias and SwiGLU; the norm is a kernel.
     """
 
     block_n: int
@@ -37,31 +35,18 @@ class Choice(NamedTuple):
     warps: int = 4
     fuse_norm: int = 1
     block_m: int = 64
-    tma: bool = False
     ahead: bool = False
-    gluon: bool = False
-
-
-def _tiles(block_m: int, block_n: int, block_k: int, stages: int) -> Choice:
-    return Choice(block_n, block_k, 1, stages, 4, 0, block_m, gluon=True)
 
 
 _GEMV = 1, Choice(4, 512)
 # (N, K, act) -> (rows up to, choice) in ascending order.
 TABLE: dict[tuple[int, int, bool], tuple[tuple[int, Choice | None], ...]] = {
-    # Qwen3-0.6B: qkv, o, gate_up, down.
-    (4096, 1024, False): (
-        _GEMV,
-        (32, Choice(64, 64, 4, 5, 4, 2)),
-        (64, _tiles(64, 32, 128, 6)),
-        (128, _tiles(64, 64, 128, 6)),
-    ),
+    # Qwen3-0.6B: qkv, o, gate_up, down; from 33 rows on they are one kernel, see `between_rows`.
+    (4096, 1024, False): (_GEMV, (32, Choice(64, 64, 4, 5, 4, 2))),
     (1024, 2048, False): (
         (1, Choice(8, 2048)),
         (16, Choice(32, 128, 4, 4)),
         (32, Choice(64, 64, 4, 5)),
-        (128, _tiles(64, 16, 128, 8)),
-        (256, _tiles(64, 32, 128, 8)),
     ),
     (3072, 1024, True): (_GEMV, (64, Choice(64, 128, 1, 4, 4, 0))),
     (1024, 3072, False): (
@@ -69,8 +54,6 @@ TABLE: dict[tuple[int, int, bool], tuple[tuple[int, Choice | None], ...]] = {
         (16, Choice(64, 128, 4, 4)),
         (32, Choice(32, 128, 4, 4)),
         (64, Choice(64, 128, 4, 4, 8)),
-        (128, Choice(64, 128, 2, 6, 4, 0, tma=True)),
-        (256, _tiles(64, 32, 128, 6)),
     ),
     # Qwen3-30B-A3B: qkv, o.
     (5120, 2048, False): ((1, Choice(4, 1024)),),
@@ -91,6 +74,19 @@ TABLE: dict[tuple[int, int, bool], tuple[tuple[int, Choice | None], ...]] = {
     (14336, 4096, True): ((1, Choice(4, 1024)),),
     (4096, 14336, False): ((1, Choice(4, 2048)),),
 }
+
+
+# (hidden, columns of attention's result, ffn, columns of qkv) -> rows of which one kernel of
+# between_gluon.py, all that lies between two attentions, was measured to be faster than its parts.
+_BETWEEN = {(1024, 2048, 3072, 4096): range(33, 257)}  # Qwen3-0.6B
+
+
+def between_rows(hidden: int, attended: int, ffn: int, qkv: int | None) -> range:
+    """For which numbers of rows it is; `qkv` is None behind the last layer."""
+    for shape, rows in _BETWEEN.items():
+        if shape[:3] == (hidden, attended, ffn) and qkv in (None, shape[3]):
+            return rows
+    return range(0)
 
 
 def choose_linear(num_rows: int, columns: int, inner: int, act: bool) -> Choice | None:

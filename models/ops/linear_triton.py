@@ -4,11 +4,10 @@ y = epilogue(prologue(x) @ w.T): the prologue may be an RMS norm, the epilogue a
 residual sum. The norm costs nothing: its scale is one number a row, so it is applied to the dot
 product, and only its weight to x.
 
-Two kernels. `gemv` (one row) multiplies on CUDA cores, each program whole rows of w. `skinny` (2 to
-256 rows) uses tensor cores with w as the tall side of the product, and cuts the inner dimension
-into parts if the outer one gives too few programs; the last program of a tile to finish adds the
-parts up, always in the same order. Above 64 rows its tiles come through tensor descriptors (TMA):
-pointers cost twice the instructions of the loop.
+Two kernels. `gemv` (one row) multiplies on CUDA cores, each program whole rows of w. `skinny` uses
+tensor cores with w as the tall side of the product, and cuts the inner dimension into parts if the
+outer one gives too few programs; the last program of a tile to finish adds the parts up, always in
+the same order.
 
 With programmatic dependent launch the weights are on their way (registers, or the L2 cache) before
 the kernel waits for the one before it. `gemv` lets the next one start before that wait, so that its
@@ -28,7 +27,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from models.ops.attend_triton import prefetch
 from models.ops.linear_table import Choice
@@ -132,13 +130,7 @@ def _launch_skinny(
     block_m = _block_m(num_rows, tiles)
     tile_columns = tiles.block_n // 2 if act else tiles.block_n
     grid = (triton.cdiv(columns, tile_columns), tiles.split, triton.cdiv(num_rows, block_m))
-    tiled: list[Any] = list(operands[:2])
-    if tiles.tma:
-        assert not act and not flags["NORM"], tiles
-        blocks = ([block_m, tiles.block_k], [tiles.block_n, tiles.block_k])
-        tiled = [*map(TensorDescriptor.from_tensor, tiled, blocks)]
     _skinny_kernel[grid](
-        *tiled,
         *operands,
         *workspace,
         eps,
@@ -150,7 +142,6 @@ def _launch_skinny(
         BK=tiles.block_k,
         SPLIT=tiles.split,
         STAGES=tiles.stages,
-        TMA=tiles.tma,
         LINES=triton.next_power_of_2(max(1, inner // tiles.split // 64)),
         **flags,
     )
@@ -302,9 +293,9 @@ def _write_tile(
 
 @triton.jit(do_not_specialize=["M"])
 def _skinny_kernel(
-    x_desc, w_desc, x_ptr, w_ptr, bias_ptr, norm_ptr, residual_ptr, y_ptr, parts_ptr, counters_ptr,
+    x_ptr, w_ptr, bias_ptr, norm_ptr, residual_ptr, y_ptr, parts_ptr, counters_ptr,
     eps, M, N: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    SPLIT: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr, LINES: tl.constexpr,
+    SPLIT: tl.constexpr, STAGES: tl.constexpr, LINES: tl.constexpr,
     NORM: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -334,12 +325,8 @@ def _skinny_kernel(
     acc = tl.zeros([BN, BM], tl.float32)
     squares = tl.zeros([BM], tl.float32)
     for i in tl.range(0, KS, BK, num_stages=STAGES):
-        if TMA:
-            w = w_desc.load([tile * BN, begin + i])
-            x = x_desc.load([tl.program_id(2) * BM, begin + i]).T
-        else:
-            w = tl.load(w_ptr + w_at + i, mask=valid, other=0.0, eviction_policy="evict_first")
-            x = tl.load(x_ptr + x_at + i, mask=some, other=0.0)
+        w = tl.load(w_ptr + w_at + i, mask=valid, other=0.0, eviction_policy="evict_first")
+        x = tl.load(x_ptr + x_at + i, mask=some, other=0.0)
         if NORM:
             x_float = x.to(tl.float32)
             squares += tl.sum(x_float * x_float, 0)

@@ -19,10 +19,10 @@ from engine.scheduler.batch import Kind, ScheduledBatch
 from engine.step_inputs import Bucket, empty_batch, pack, views
 from models.inputs import StepInputs
 from models.ops.attention import paged_attention, reference_attention
+from models.ops.between import between_attentions
 from models.ops.fused import decode_attention, qk_norm_rope_kv_write
 from models.ops.kv_write import kv_write
 from models.ops.linear import fused_linear
-from models.ops.linear_table import TABLE, choose_linear
 from models.ops.lm_head import lm_head
 
 pytestmark = [
@@ -404,19 +404,29 @@ def test_fused_linear(bias: bool, norm: bool, act: bool, residual: bool) -> None
                 assert error(got, expected) < TOLERANCE, (rows, columns, inner)
 
 
-@pytest.mark.parametrize("rows", [17, 48, 64, 65, 104, 129, 168, 255, 256])
-def test_matrices_in_gluon(rows: int) -> None:
-    """All that the table gives to linear_gluon.py; tiles of rows that are not there stay unread."""
-    for columns, inner, act in TABLE:
-        choice = choose_linear(rows, columns, inner, act)
-        if choice is None or not choice.gluon:
-            continue
-        x = torch.randn(rows, inner, device="cuda").bfloat16()
-        w = torch.randn(columns * (1 + act), inner, device="cuda").bfloat16() / inner**0.5
-        for residual in (None, torch.randn(rows, columns, device="cuda").bfloat16()):
-            floats = (x.float(), w.float(), None, None, 0.0, act, residual)
-            expected = fused_linear(
-                *(a.cpu() if isinstance(a, Tensor) else a for a in floats), True
-            )
-            got = fused_linear(x, w, None, None, 0.0, act, residual, True)
-            assert error(got, expected) < TOLERANCE, (rows, columns, inner)
+@pytest.mark.parametrize("rows", [2, 33, 48, 64, 65, 104, 128, 129, 168, 255, 256])
+def test_between_attentions(rows: int) -> None:
+    """Qwen3-0.6B's shape, a layer in the middle and the last one; every run has the same bits."""
+    hidden, attended, ffn, columns = 1024, 2048, 3072, 4096
+
+    def normal(*shape: int) -> Tensor:
+        scaled: Tensor = torch.randn(*shape, device="cuda") / shape[-1] ** 0.5
+        return scaled.bfloat16()
+
+    o, x = (32 * normal(rows, n) for n in (attended, hidden))
+    norms = [torch.rand(hidden, device="cuda").bfloat16() + 0.5 for _ in range(2)]
+    before = [normal(hidden, attended), None, norms[0], normal(2 * ffn, hidden), None]
+    before += [normal(hidden, ffn), None]
+    for after in ([norms[1], normal(columns, hidden), None], [None, None, None]):
+        args = [o, x, *before, *after, 1e-6]
+        floats = [a.double().cpu() if isinstance(a, Tensor) else a for a in args]
+        expected = between_attentions(*floats, True)
+        first: list[Tensor] = []
+        for repeat in range(200):
+            got = between_attentions(*args, True)
+            if not repeat:
+                first = list(got)
+                assert error(got[0], expected[0]) < TOLERANCE, rows
+                assert got[1].shape == expected[1].shape
+                assert not got[1].numel() or error(got[1], expected[1]) < TOLERANCE, rows
+            assert all(map(torch.equal, got, first)), (rows, repeat)

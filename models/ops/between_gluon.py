@@ -1,0 +1,300 @@
+"""Everything between two attentions of a decode step in one Gluon kernel, for 33 to 256 rows on
+Hopper: o + residual, norm, gate_up + SwiGLU, down + residual, and the next layer's norm + qkv.
+
+As kernels of their own each of the four matrices fills a pipeline and drains it. Here programs
+stay, one a multiprocessor, and meet three times. A tile of 64 rows is a group of programs of its
+own, which no other waits for; a program has the same columns of its group's rows in o and in down.
+The first tiles of the next matrix are asked for before a meeting, those of x after it. A norm is
+split: its weight is applied where x is written, beside the sums of squares of each program's
+columns; the row's scale is applied to the product.
+
+All programs must be resident together, or they would wait for ever: there are at most as many as
+multiprocessors, and a cooperative launch begins when all find room.
+
+With programmatic dependent launch (PDL), only weights are read before the kernel before has ended.
+Knows nothing of operators. Importing it needs Triton.
+
+Legend: M rows, E hidden, F ffn, Q columns of qkv, H columns of attention's result.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from models.ops.meeting_gluon import arrive, counted, meet
+from models.ops.tiles_gluon import (
+    ask,
+    ask_gate_up,
+    bring,
+    bring_gate_up,
+    make_bars,
+    mma_layout,
+    multiply,
+    multiply_gate_up,
+    store,
+    swiglu,
+)
+
+PROGRAMS = 128
+_ROWS = 64  # of a group
+LINE = gl.constexpr(32)  # counters lie on cache lines of their own
+_COUNTERS = 4 * 3 * 32  # of four groups with three meetings
+# A counter grows by its group's programs and must stay a multiple of them: 128, 64 or 32.
+NUM_COUNTERS = 3 * _COUNTERS
+
+
+class Weights(NamedTuple):
+    """Of a layer: o [E, H], post_norm [E], gate_up [2 F, E], down [E, F]; of what comes after it:
+    norm [E], and qkv [Q, E] if that is a layer. bfloat16, contiguous.
+    """
+
+    o: Tensor
+    post_norm: Tensor
+    gate_up: Tensor
+    down: Tensor
+    norm: Tensor
+    qkv: Tensor | None
+
+
+class _Launch(NamedTuple):
+    """Stages of o and down, of gate_up and of qkv, powers of two, and how many chunks of 8 KiB they
+    take at most. What that leaves of a multiprocessor is room for programs of attention.
+    """
+
+    narrow: int
+    gate_up: int
+    qkv: int
+    chunks: int
+
+
+# By the columns that a program has of o and down.
+_LAUNCHES = {8: _Launch(8, 8, 8, 18), 16: _Launch(8, 8, 8, 20), 32: _Launch(8, 4, 8, 24)}
+
+
+def run(
+    o_MH: Tensor, x_ME: Tensor, w: Weights, eps: float, counters: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The hidden state after the layer, and the next layer's qkv [M, Q], or nothing [0].
+
+    Args:
+        o_MH: what attention gave. x_ME: the hidden state before it. Both bfloat16, contiguous, of
+            at most 256 rows.
+        counters: int32 [NUM_COUNTERS], zeros at first, which no other launch uses meanwhile.
+    """
+    num_rows, hidden = x_ME.shape
+    ffn, columns = w.down.shape[1], 0 if w.qkv is None else w.qkv.shape[0]
+    groups = triton.cdiv(num_rows, _ROWS)
+    padded_groups = triton.next_power_of_2(groups)
+    members = PROGRAMS // padded_groups
+    width = hidden // members
+    t = _LAUNCHES[width]
+    out_ME, normed_ME = torch.empty_like(x_ME), torch.empty_like(x_ME)
+    mid_MF = x_ME.new_empty((num_rows, ffn))
+    qkv_MQ = x_ME.new_empty((num_rows, columns) if columns else 0)
+    sums = x_ME.new_empty((groups * _ROWS, members), dtype=torch.float32)
+    _between_kernel[(groups * members,)](
+        _tiled(o_MH, _ROWS, 128),
+        _tiled(normed_ME, _ROWS, 64),
+        _tiled(mid_MF, _ROWS, 128),
+        _tiled(w.o, width, 128),
+        _tiled(w.gate_up, 2 * width, 64),
+        _tiled(w.gate_up, width, 64),
+        _tiled(w.down, width, 128),
+        _tiled(w.gate_up if w.qkv is None else w.qkv, max(columns // members, width), 64),
+        x_ME,
+        w.post_norm,
+        w.norm,
+        normed_ME,
+        mid_MF,
+        sums,
+        counters[(padded_groups.bit_length() - 1) * _COUNTERS :],
+        out_ME,
+        qkv_MQ,
+        num_rows,
+        eps,
+        H=o_MH.shape[1],
+        E=hidden,
+        F=ffn,
+        Q=columns,
+        MEMBERS=members,
+        CHUNKS=t.chunks,
+        STAGES=t.narrow,
+        GATE_STAGES=t.gate_up,
+        QKV_STAGES=t.qkv,
+        LAST=w.qkv is None,
+        num_warps=4,
+        # Of a thread, before the warps that multiply take those of the one that asks.
+        maxnreg=128,
+        launch_pdl=True,
+        launch_cooperative_grid=True,
+    )
+    return out_ME, qkv_MQ
+
+
+def _tiled(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], gl.bfloat16)
+    return TensorDescriptor.from_tensor(matrix, [rows, columns], layout)
+
+
+@gluon.jit
+def _squares(sums_ptr, first, M, MEMBERS: gl.constexpr):
+    """Sums of squares of each row by all programs of the group, [64, MEMBERS]."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
+    m = first + gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None]
+    member = gl.arange(0, MEMBERS, gl.SliceLayout(0, layout))[None, :]
+    # Not from the multiprocessor's own cache, which may hold those of the norm before.
+    at = sums_ptr + m * MEMBERS + member
+    return gl.load(at, mask=m < M, other=0.0, cache_modifier=".cg")
+
+
+@gluon.jit
+def _hand_on(h, weight, x_ptr, sums_ptr, first, M, member, E: gl.constexpr, MEMBERS: gl.constexpr):
+    """Hidden states times the norm's weight, and their squares' sums over the columns here."""
+    A: gl.constexpr = h.shape[1]
+    row = first + gl.arange(0, 64, gl.SliceLayout(1, mma_layout(A)))
+    gl.store(sums_ptr + row * MEMBERS + member, gl.sum(h * h, 1), mask=row < M)
+    store(x_ptr, h * weight.to(gl.float32), first, member * A, M, E)
+
+
+@gluon.jit
+def _producer(
+    o_desc, x_desc, mid_desc, w_o_desc, gate_up_desc, small_desc, down_desc, qkv_desc,
+    os, w_os, gate_xs, gate_halves, small_halves, qkv_xs, w_qkvs, full, empty, met, counter_ptr,
+    group, member, H: gl.constexpr, E: gl.constexpr, F: gl.constexpr, MEMBERS: gl.constexpr,
+    LAST: gl.constexpr,
+):  # fmt: skip
+    first = group * 64
+    column = member * w_o_desc.block_shape[0]
+    ask(w_o_desc, column, w_os, full)
+    gdc_wait()
+    # Nobody passes a meeting without this program, which has no product yet to arrive with.
+    target = (counted(counter_ptr) & -MEMBERS) + MEMBERS
+    bring(o_desc, w_o_desc, first, column, os, w_os, full, empty, H, 0)
+
+    ask_gate_up(gate_up_desc, small_desc, member, gate_halves, small_halves, full, F)
+    meet(counter_ptr, target)
+    mbarrier.arrive(met.index(0))
+    bring_gate_up(
+        x_desc, gate_up_desc, small_desc, first, member, gate_xs, gate_halves, small_halves,
+        full, empty, E, F,
+    )  # fmt: skip
+
+    ask(down_desc, column, w_os, full)
+    meet(counter_ptr + LINE, target)
+    bring(mid_desc, down_desc, first, column, os, w_os, full, empty, F, 0)
+    if not LAST:
+        row = member * qkv_desc.block_shape[0]
+        ask(qkv_desc, row, w_qkvs, full)
+        meet(counter_ptr + 2 * LINE, target)
+        mbarrier.arrive(met.index(1))
+        FLIP: gl.constexpr = F // 128 // os.shape[0] & 1
+        bring(x_desc, qkv_desc, first, row, qkv_xs, w_qkvs, full, empty, E, FLIP)
+
+
+@gluon.jit
+def _consumer(
+    os, w_os, gate_xs, gate_ups, smalls, qkv_xs, w_qkvs, full, empty, met,
+    residual_ptr, post_norm_ptr, next_norm_ptr, x_ptr, mid_ptr, sums_ptr, counter_ptr,
+    out_ptr, qkv_ptr, group, member, M, eps, H: gl.constexpr, E: gl.constexpr, F: gl.constexpr,
+    Q: gl.constexpr, MEMBERS: gl.constexpr, LAST: gl.constexpr,
+):  # fmt: skip
+    first = group * 64
+    A: gl.constexpr = w_os.shape[1]
+    m = first + gl.arange(0, 64, gl.SliceLayout(1, mma_layout(A)))[:, None]
+    n = member * A + gl.arange(0, A, gl.SliceLayout(0, mma_layout(A)))[None, :]
+    post_norm = gl.load(post_norm_ptr + n)
+    next_norm = gl.load(next_norm_ptr + n)
+    gdc_wait()
+    residual = gl.load(residual_ptr + m * E + n, mask=(m < M) & (n >= 0), other=0.0)
+
+    h = multiply(os, w_os, full, empty, H, 0) + residual.to(gl.float32)
+    h = h.to(gl.bfloat16).to(gl.float32)
+    _hand_on(h, post_norm, x_ptr, sums_ptr, first, M, member, E, MEMBERS)
+    arrive(counter_ptr)
+
+    mbarrier.wait(met.index(0), 0)
+    squares = _squares(sums_ptr, first, M, MEMBERS)
+    a, b = multiply_gate_up(gate_xs, gate_ups, smalls, full, empty, E)
+    scale = gl.rsqrt(gl.sum(squares, 1) / E + eps)
+    store(mid_ptr, swiglu(a, scale, 2 * A), first, member * 3 * A, M, F)
+    store(mid_ptr, swiglu(b, scale, A), first, member * 3 * A + 2 * A, M, F)
+    arrive(counter_ptr + LINE)
+
+    h += multiply(os, w_os, full, empty, F, 0)
+    h = h.to(gl.bfloat16).to(gl.float32)
+    if not LAST:
+        _hand_on(h, next_norm, x_ptr, sums_ptr, first, M, member, E, MEMBERS)
+    arrive(counter_ptr + 2 * LINE)
+    store(out_ptr, h, first, member * A, M, E)
+    if not LAST:
+        mbarrier.wait(met.index(1), 0)
+        gdc_launch_dependents()
+        squares = _squares(sums_ptr, first, M, MEMBERS)
+        FLIP: gl.constexpr = F // 128 // os.shape[0] & 1
+        qkv = multiply(qkv_xs, w_qkvs, full, empty, E, FLIP)
+        B: gl.constexpr = w_qkvs.shape[1]
+        scale = gl.rsqrt(gl.sum(squares, 1) / E + eps)
+        scale = gl.convert_layout(scale, gl.SliceLayout(1, mma_layout(B)))[:, None]
+        store(qkv_ptr, qkv * scale, first, member * B, M, Q)
+
+
+@gluon.jit(do_not_specialize=["M"])
+def _between_kernel(
+    o_desc, x_desc, mid_desc, w_o_desc, gate_up_desc, small_desc, down_desc, qkv_desc,
+    residual_ptr, post_norm_ptr, next_norm_ptr, x_ptr, mid_ptr, sums_ptr, counters_ptr, out_ptr,
+    qkv_ptr, M, eps, H: gl.constexpr, E: gl.constexpr, F: gl.constexpr, Q: gl.constexpr,
+    MEMBERS: gl.constexpr, CHUNKS: gl.constexpr, STAGES: gl.constexpr, GATE_STAGES: gl.constexpr,
+    QKV_STAGES: gl.constexpr, LAST: gl.constexpr,
+):  # fmt: skip
+    group = gl.program_id(0) // MEMBERS
+    member = gl.program_id(0) % MEMBERS
+    counter_ptr = counters_ptr + group * (3 * LINE)
+    # Each matrix has the pool to itself: tiles of x, then tiles of w.
+    A: gl.constexpr = w_o_desc.block_shape[0]
+    B: gl.constexpr = qkv_desc.block_shape[0]
+    bf16: gl.constexpr = gl.bfloat16
+    swizzled: gl.constexpr = x_desc.layout
+    pool = gl.allocate_shared_memory(bf16, [CHUNKS, 64, 64], swizzled)
+    os = pool._reinterpret(bf16, [STAGES, 64, 128], o_desc.layout)
+    w_os = pool.index(2 * STAGES)._reinterpret(bf16, [STAGES, A, 128], w_o_desc.layout)
+    gate_xs = pool._reinterpret(bf16, [GATE_STAGES, 64, 64], swizzled)
+    ups = pool.index(GATE_STAGES)
+    gate_ups = ups._reinterpret(bf16, [GATE_STAGES, 4 * A, 64], swizzled)
+    gate_halves = ups._reinterpret(bf16, [2 * GATE_STAGES, 2 * A, 64], swizzled)
+    ups = pool.index(GATE_STAGES + GATE_STAGES * A // 16)
+    smalls = ups._reinterpret(bf16, [GATE_STAGES, 2 * A, 64], swizzled)
+    small_halves = ups._reinterpret(bf16, [2 * GATE_STAGES, A, 64], swizzled)
+    qkv_xs = pool._reinterpret(bf16, [QKV_STAGES, 64, 64], swizzled)
+    w_qkvs = pool.index(QKV_STAGES)._reinterpret(bf16, [QKV_STAGES, B, 64], swizzled)
+    full, empty, met = make_bars(STAGES), make_bars(STAGES), make_bars(2)
+    gl.warp_specialize(
+        [
+            (
+                _consumer,
+                (
+                    os, w_os, gate_xs, gate_ups, smalls, qkv_xs, w_qkvs, full, empty, met,
+                    residual_ptr, post_norm_ptr, next_norm_ptr, x_ptr, mid_ptr, sums_ptr,
+                    counter_ptr, out_ptr, qkv_ptr, group, member, M, eps, H, E, F, Q, MEMBERS, LAST,
+                ),
+            ),
+            (
+                _producer,
+                (
+                    o_desc, x_desc, mid_desc, w_o_desc, gate_up_desc, small_desc, down_desc,
+                    qkv_desc, os, w_os, gate_xs, gate_halves, small_halves, qkv_xs, w_qkvs, full,
+                    empty, met, counter_ptr, group, member, H, E, F, MEMBERS, LAST,
+                ),
+            ),
+        ],
+        [1],
+        [40],
+    )  # fmt: skip
