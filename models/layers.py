@@ -22,7 +22,7 @@ from models.ops.collectives import all_reduce
 from models.ops.few_rows import few_rows_linear
 from models.ops.fused import qk_norm_rope_kv_write
 from models.ops.kv_write import kv_write
-from models.ops.linear import Kernels
+from models.ops.linear import Kernels, fused_linear
 from models.ops.plain import apply_rope, rms_norm
 from models.param_spec import ParamSpec, Part
 from models.sharding import local_heads
@@ -92,13 +92,23 @@ def mlp(
     kv_slots_T: Tensor,
 ) -> Tensor:
     """down(silu(gate(x)) * up(x)), summed over the ranks (Shazeer 2020, SwiGLU)."""
-    gate_TF, up_TF = linear(x_TE, p["gate_up"], p.get("gate_up_bias")).chunk(2, -1)
-    return row_parallel(tp, p, "down", F.silu(gate_TF) * up_TF)
+    gate_up = p["gate_up"], p.get("gate_up_bias")
+    if kernels.fused:
+        mid_TF = fused_linear(x_TE, *gate_up, None, 0.0, True, None, kernels.pdl)
+    else:
+        gate_TF, up_TF = linear(x_TE, *gate_up).chunk(2, -1)
+        mid_TF = F.silu(gate_TF) * up_TF
+    return row_parallel(tp, kernels, p, "down", mid_TF)
 
 
-def row_parallel(tp: TensorParallel, p: Params, name: str, x: Tensor) -> Tensor:
+def row_parallel(tp: TensorParallel, kernels: Kernels, p: Params, name: str, x: Tensor) -> Tensor:
     """A projection whose input is split over the ranks; the bias is added once, after the sum."""
-    y = all_reduce(linear(x, p[name]), tp.group)
+    if kernels.fused:
+        # Opaque: the compiler would have the product add the residual, of which that takes a copy.
+        y = fused_linear(x, p[name], None, None, 0.0, False, None, kernels.pdl)
+    else:
+        y = linear(x, p[name])
+    y = all_reduce(y, tp.group)
     bias = p.get(name + "_bias")
     return y if bias is None else y + bias
 
@@ -145,7 +155,7 @@ def attention(
         window,
         kind,
     )
-    return row_parallel(tp, p, "o", o_THD.flatten(1))
+    return row_parallel(tp, kernels, p, "o", o_THD.flatten(1))
 
 
 def decoder_layer(

@@ -19,7 +19,7 @@ from models.ops.linear_table import between_rows
 
 try:
     from models.ops import between_gluon
-except ImportError:  # no Triton, or one whose Gluon, which is experimental, has other names
+except ImportError:  # no Triton, or another one than the kernel is written for
     between_gluon = None  # type: ignore[assignment]
 
 

@@ -19,6 +19,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from models.ops import gluon_version  # noqa: F401
+
 
 @gluon.jit
 def make_bars(COUNT: gl.constexpr):
