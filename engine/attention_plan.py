@@ -120,7 +120,8 @@ class AttentionPlanner:
         if kernel == "triton":
             extend = bucket.kind == "extend"
             cut = decode_triton.decode_shape(num_rows, shape.num_kv_heads, shape.group)
-            return attention_cuda.TritonDecode(num_rows, window, extend, self._scratch, cut)
+            where = (num_rows, window, shape.page_size)
+            return attention_cuda.TritonDecode(*where, extend, self._scratch, cut)
         if kernel == "xqa":
             return attention_cuda.XqaDecode(
                 self._xqa(window),
