@@ -170,8 +170,8 @@ def _hand_on(h, weight, x_ptr, sums_ptr, first, M, member, E: gl.constexpr, MEMB
 def _producer(
     o_desc, x_desc, mid_desc, w_o_desc, gate_up_desc, small_desc, down_desc, qkv_desc,
     os, w_os, gate_xs, gate_halves, small_halves, qkv_xs, w_qkvs, full, empty, gate_full,
-    gate_empty, met, counter_ptr, group, member, H: gl.constexpr, E: gl.constexpr, F: gl.constexpr, MEMBERS: gl.constexpr,
-    LAST: gl.constexpr,
+    gate_empty, met, counter_ptr, group, member, H: gl.constexpr, E: gl.constexpr,
+    F: gl.constexpr, MEMBERS: gl.constexpr, LAST: gl.constexpr,
 ):  # fmt: skip
     first = group * 64
     column = member * w_o_desc.block_shape[0]

@@ -52,8 +52,9 @@ def plan_items(
     _plan_kernel[(len(items),)](
         row_slots_R, row_starts_R, row_lens_R, row_offsets_R, page_table_SP, items,
         page_table_SP.stride(0), num_rows, extra, min_chunk, apart, apart_extra,
-        PAGE=page_size, BLOCK=block, BLOCK_R=max(16, triton.next_power_of_2(num_rows)), MAX_CHUNKS=MAX_CHUNKS,
-        FIELDS=FIELDS, WINDOW=window, EXTEND=extend, num_warps=1 if num_rows <= 64 else 4,
+        PAGE=page_size, BLOCK=block, BLOCK_R=max(16, triton.next_power_of_2(num_rows)),
+        MAX_CHUNKS=MAX_CHUNKS, FIELDS=FIELDS, WINDOW=window, EXTEND=extend,
+        num_warps=1 if num_rows <= 64 else 4,
     )  # fmt: skip
 
 
