@@ -120,8 +120,7 @@ class AttentionPlanner:
         if kernel == "triton":
             extend = bucket.kind == "extend"
             cut = decode_triton.decode_shape(num_rows, shape.num_kv_heads, shape.group)
-            where = (num_rows, window, shape.page_size)
-            return attention_cuda.TritonDecode(*where, extend, self._scratch, cut)
+            return attention_cuda.TritonDecode(num_rows, window, extend, self._scratch, cut)
         if kernel == "xqa":
             return attention_cuda.XqaDecode(
                 self._xqa(window),

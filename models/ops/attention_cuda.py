@@ -256,25 +256,23 @@ class TritonDecode:
         self,
         num_rows: int,
         window: int,
-        page_size: int,
         extend: bool,
         scratch: decode_triton.Scratch,
         shape: decode_triton.DecodeShape,
     ) -> None:
         self._num_rows, self._window, self._extend = num_rows, window, extend
-        self._page_size, self._scratch = page_size, scratch
+        self._scratch = scratch
         self._pdl = supports_pdl(scratch.partial.device)
         self.cut(shape)
 
     def cut(self, shape: decode_triton.DecodeShape) -> None:
         """Cut rows this way from the next `prepare` on; not into more pieces than at first."""
         device = self._scratch.partial.device
-        where = (self._num_rows, self._window, self._page_size)
-        self._cut = decode_triton.Cut.of(*where, shape, device)
+        self._cut = decode_triton.Cut.of(self._num_rows, self._window, shape, device)
 
     def prepare(self, rows: Rows) -> None:
         """Cut the step's rows into pieces of work."""
-        decode_triton.plan(*rows, self._num_rows, self._extend, self._cut)
+        decode_triton.plan(*rows[1:], self._num_rows, self._extend, self._cut)
 
     def run(
         self,

@@ -66,9 +66,8 @@ class Weights(NamedTuple):
 
 
 class _Launch(NamedTuple):
-    """Stages of o and down, of gate_up, and of qkv, and how many chunks of 8 KiB they take at most.
-
-    Steps are a multiple of their stages, but for gate_up, so that barriers are in one phase.
+    """Stages of o and down, of gate_up and of qkv, powers of two, and how many chunks of 8 KiB they
+    take at most. What that leaves of a multiprocessor is room for programs of attention.
     """
 
     narrow: int
@@ -78,7 +77,7 @@ class _Launch(NamedTuple):
 
 
 # By the columns that a program has of o and down.
-_LAUNCHES = {8: _Launch(8, 8, 8, 18), 16: _Launch(8, 8, 8, 20), 32: _Launch(8, 6, 8, 24)}
+_LAUNCHES = {8: _Launch(8, 8, 8, 18), 16: _Launch(8, 8, 8, 20), 32: _Launch(8, 4, 8, 24)}
 
 
 def run(
@@ -169,9 +168,9 @@ def _hand_on(h, weight, x_ptr, sums_ptr, first, M, member, E: gl.constexpr, MEMB
 @gluon.jit
 def _producer(
     o_desc, x_desc, mid_desc, w_o_desc, gate_up_desc, small_desc, down_desc, qkv_desc,
-    os, w_os, gate_xs, gate_halves, small_halves, qkv_xs, w_qkvs, full, empty, gate_full,
-    gate_empty, met, counter_ptr, group, member, H: gl.constexpr, E: gl.constexpr,
-    F: gl.constexpr, MEMBERS: gl.constexpr, LAST: gl.constexpr,
+    os, w_os, gate_xs, gate_halves, small_halves, qkv_xs, w_qkvs, full, empty, met, counter_ptr,
+    group, member, H: gl.constexpr, E: gl.constexpr, F: gl.constexpr, MEMBERS: gl.constexpr,
+    LAST: gl.constexpr,
 ):  # fmt: skip
     first = group * 64
     column = member * w_o_desc.block_shape[0]
@@ -181,12 +180,12 @@ def _producer(
     target = (counted(counter_ptr) & -MEMBERS) + MEMBERS
     bring(o_desc, w_o_desc, first, column, os, w_os, full, empty, H, 0)
 
-    ask_gate_up(gate_up_desc, small_desc, member, gate_halves, small_halves, gate_full, F)
+    ask_gate_up(gate_up_desc, small_desc, member, gate_halves, small_halves, full, F)
     meet(counter_ptr, target)
     mbarrier.arrive(met.index(0))
     bring_gate_up(
         x_desc, gate_up_desc, small_desc, first, member, gate_xs, gate_halves, small_halves,
-        gate_full, gate_empty, E, F,
+        full, empty, E, F,
     )  # fmt: skip
 
     ask(down_desc, column, w_os, full)
@@ -203,7 +202,7 @@ def _producer(
 
 @gluon.jit
 def _consumer(
-    os, w_os, gate_xs, gate_ups, smalls, qkv_xs, w_qkvs, full, empty, gate_full, gate_empty, met,
+    os, w_os, gate_xs, gate_ups, smalls, qkv_xs, w_qkvs, full, empty, met,
     residual_ptr, post_norm_ptr, next_norm_ptr, x_ptr, mid_ptr, sums_ptr, counter_ptr,
     out_ptr, qkv_ptr, group, member, M, eps, H: gl.constexpr, E: gl.constexpr, F: gl.constexpr,
     Q: gl.constexpr, MEMBERS: gl.constexpr, LAST: gl.constexpr,
@@ -224,7 +223,7 @@ def _consumer(
 
     mbarrier.wait(met.index(0), 0)
     squares = _squares(sums_ptr, first, M, MEMBERS)
-    a, b = multiply_gate_up(gate_xs, gate_ups, smalls, gate_full, gate_empty, E)
+    a, b = multiply_gate_up(gate_xs, gate_ups, smalls, full, empty, E)
     scale = gl.rsqrt(gl.sum(squares, 1) / E + eps)
     store(mid_ptr, swiglu(a, scale, 2 * A), first, member * 3 * A, M, F)
     store(mid_ptr, swiglu(b, scale, A), first, member * 3 * A + 2 * A, M, F)
@@ -277,16 +276,14 @@ def _between_kernel(
     qkv_xs = pool._reinterpret(bf16, [QKV_STAGES, 64, 64], swizzled)
     w_qkvs = pool.index(QKV_STAGES)._reinterpret(bf16, [QKV_STAGES, B, 64], swizzled)
     full, empty, met = make_bars(STAGES), make_bars(STAGES), make_bars(2)
-    gate_full, gate_empty = make_bars(GATE_STAGES), make_bars(GATE_STAGES)
     gl.warp_specialize(
         [
             (
                 _consumer,
                 (
-                    os, w_os, gate_xs, gate_ups, smalls, qkv_xs, w_qkvs, full, empty, gate_full,
-                    gate_empty, met, residual_ptr, post_norm_ptr, next_norm_ptr, x_ptr, mid_ptr,
-                    sums_ptr, counter_ptr, out_ptr, qkv_ptr, group, member, M, eps,
-                    H, E, F, Q, MEMBERS, LAST,
+                    os, w_os, gate_xs, gate_ups, smalls, qkv_xs, w_qkvs, full, empty, met,
+                    residual_ptr, post_norm_ptr, next_norm_ptr, x_ptr, mid_ptr, sums_ptr,
+                    counter_ptr, out_ptr, qkv_ptr, group, member, M, eps, H, E, F, Q, MEMBERS, LAST,
                 ),
             ),
             (
@@ -294,8 +291,7 @@ def _between_kernel(
                 (
                     o_desc, x_desc, mid_desc, w_o_desc, gate_up_desc, small_desc, down_desc,
                     qkv_desc, os, w_os, gate_xs, gate_halves, small_halves, qkv_xs, w_qkvs, full,
-                    empty, gate_full, gate_empty, met, counter_ptr, group, member,
-                    H, E, F, MEMBERS, LAST,
+                    empty, met, counter_ptr, group, member, H, E, F, MEMBERS, LAST,
                 ),
             ),
         ],

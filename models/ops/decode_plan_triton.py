@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-FIELDS = 9  # row, slot, begin, stop, end, apart, first, chunks, page
+FIELDS = 8  # row, slot, begin, stop, end, apart, first, chunks
 MAX_CHUNKS = 64  # of one row, which one program joins
 
 
@@ -24,8 +24,6 @@ def plan_items(
     row_starts_R: Tensor,
     row_lens_R: Tensor,
     row_offsets_R: Tensor,
-    page_table_SP: Tensor,
-    page_size: int,
     window: int,
     num_rows: int,
     extend: bool,
@@ -40,7 +38,7 @@ def plan_items(
 
     An item's fields: row (-1: there is no such item), slot, its tokens [begin, stop), end of the
     row's tokens (0: padding, to be written as zeros), whether its heads are apart, number of the
-    row's first item, number of the row's chunks, page of `begin` (no layer then waits for it).
+    row's first item, number of the row's chunks.
 
     Args:
         extend: rows that do not decode get no item, instead of one of no tokens.
@@ -50,18 +48,17 @@ def plan_items(
     """
     assert len(items) == num_rows + extra, (items.shape, num_rows, extra)
     _plan_kernel[(len(items),)](
-        row_slots_R, row_starts_R, row_lens_R, row_offsets_R, page_table_SP, items,
-        page_table_SP.stride(0), num_rows, extra, min_chunk, apart, apart_extra,
-        PAGE=page_size, BLOCK=block, BLOCK_R=max(16, triton.next_power_of_2(num_rows)),
-        MAX_CHUNKS=MAX_CHUNKS, FIELDS=FIELDS, WINDOW=window, EXTEND=extend,
-        num_warps=1 if num_rows <= 64 else 4,
+        row_slots_R, row_starts_R, row_lens_R, row_offsets_R, items, num_rows, extra, min_chunk,
+        apart, apart_extra,
+        BLOCK=block, BLOCK_R=max(16, triton.next_power_of_2(num_rows)), MAX_CHUNKS=MAX_CHUNKS,
+        FIELDS=FIELDS, WINDOW=window, EXTEND=extend, num_warps=1 if num_rows <= 64 else 4,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_rows", "extra", "min_chunk", "apart", "apart_extra"])
 def _plan_kernel(
-    slots_ptr, starts_ptr, lens_ptr, offsets_ptr, table_ptr, items_ptr, table_stride, num_rows,
-    extra, min_chunk, apart, apart_extra, PAGE: tl.constexpr,
+    slots_ptr, starts_ptr, lens_ptr, offsets_ptr, items_ptr, num_rows, extra, min_chunk, apart,
+    apart_extra,
     BLOCK: tl.constexpr, BLOCK_R: tl.constexpr, MAX_CHUNKS: tl.constexpr, FIELDS: tl.constexpr,
     WINDOW: tl.constexpr, EXTEND: tl.constexpr,
 ):  # fmt: skip
@@ -114,5 +111,3 @@ def _plan_kernel(
     tl.store(item_ptr + 5, heads_apart.to(tl.int32))
     tl.store(item_ptr + 6, first)
     tl.store(item_ptr + 7, num_chunks)
-    page_ptr = table_ptr + slot.to(tl.int64) * table_stride + begin // PAGE
-    tl.store(item_ptr + 8, tl.load(page_ptr, mask=is_item & (begin < stop), other=0))

@@ -13,7 +13,7 @@ Programmatic dependent launch (PDL): this kernel waits for the one before it, th
 start; kernels of one row may let the next one start before they wait. So what was there when the
 layer before attended may be read ahead of the wait, and only that: the plan (except in the first
 layer, which runs right behind it) and the page table, not q or the new key. The programs that start
-first bring a tile of old keys and values into the L2 cache before the wait.
+first bring old keys and values into the L2 cache before the wait.
 
 Knows nothing of how operators are defined. Importing it needs Triton.
 
@@ -45,6 +45,7 @@ from models.ops.decode_plan_triton import FIELDS, plan_items
 
 _LOG2E = 1.4426950408889634
 _FIRST_PROGRAMS = 1056  # about what can start while the kernel before still runs
+_BRING = 1  # tiles that each of them brings into the L2 cache
 
 
 class DecodeShape(NamedTuple):
@@ -126,26 +127,20 @@ def decode_shape(num_rows: int, num_kv_heads: int, group: int) -> DecodeShape:
 
 
 class Cut(NamedTuple):
-    """How a bucket's rows are cut: the shape, the plan (see decode_plan_triton.py), the window, the
-    tokens of a page.
-    """
+    """How a bucket's rows are cut: the shape, the plan (see decode_plan_triton.py), the window."""
 
     shape: DecodeShape
     items: Tensor
     window: int
-    page_size: int
 
     @classmethod
-    def of(
-        cls, num_rows: int, window: int, page_size: int, shape: DecodeShape, device: torch.device
-    ) -> Cut:
+    def of(cls, num_rows: int, window: int, shape: DecodeShape, device: torch.device) -> Cut:
         """With room for the plan of `num_rows` rows."""
         size = (num_rows + shape.extra, FIELDS)
-        return cls(shape, torch.empty(size, dtype=torch.int32, device=device), window, page_size)
+        return cls(shape, torch.empty(size, dtype=torch.int32, device=device), window)
 
 
 def plan(
-    page_table_SP: Tensor,
     row_slots_R: Tensor,
     row_starts_R: Tensor,
     row_lens_R: Tensor,
@@ -155,10 +150,10 @@ def plan(
     cut: Cut,
 ) -> None:
     """Cut the step's rows; must come before the first layer's `decode`."""
-    rows = (row_slots_R, row_starts_R, row_lens_R, row_offsets_R, page_table_SP)
+    rows = (row_slots_R, row_starts_R, row_lens_R, row_offsets_R)
     shape = cut.shape
     sizes = (shape.extra, shape.min_chunk, shape.block, shape.apart, shape.apart_extra)
-    plan_items(*rows, cut.page_size, cut.window, num_rows, extend, *sizes, cut.items)
+    plan_items(*rows, cut.window, num_rows, extend, *sizes, cut.items)
 
 
 def decode(
@@ -201,23 +196,25 @@ def decode(
         BLOCK_G=triton.next_power_of_2(group), JOINED=joined * 32 * cut.shape.warps, APART=apart,
         STAGES=cut.shape.stages, FUSED=new is not None,
         NORM=new is not None and new.q_norm is not None, PDL=pdl, FIELDS=FIELDS,
-        FIRST=_FIRST_PROGRAMS, ALIGNED=cut.window == 0, num_warps=cut.shape.warps,
+        FIRST=_FIRST_PROGRAMS, BRING=_BRING, ALIGNED=cut.window == 0, num_warps=cut.shape.warps,
         launch_pdl=pdl,
     )  # fmt: skip
 
 
 @triton.jit
 def _bring(
-    kv_ptr, page, head, begin, stop, K: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    kv_ptr, table_row_ptr, head, begin, stop, K: tl.constexpr, D: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Bring the first tile of keys and values into the L2 cache."""
-    first = begin // BLOCK * BLOCK
-    at, tokens = place(page, first, head, K, D, PAGE, BLOCK)
-    mask = first + tl.arange(0, BLOCK) < stop
-    for line in tl.static_range(0, D, 64):  # 128 bytes
-        prefetch(kv_ptr + at + line + tokens, mask)
-        prefetch(kv_ptr + at + PAGE * K * D + line + tokens, mask)
+    """Bring the first tiles of keys and values into the L2 cache."""
+    for i in tl.static_range(TILES):
+        first = begin // BLOCK * BLOCK + i * BLOCK
+        page = page_of(table_row_ptr, first, stop, PAGE, BLOCK)
+        at, tokens = place(page, first, head, K, D, PAGE, BLOCK)
+        mask = first + tl.arange(0, BLOCK) < stop
+        for line in tl.static_range(0, D, 64):  # 128 bytes
+            prefetch(kv_ptr + at + line + tokens, mask)
+            prefetch(kv_ptr + at + PAGE * K * D + line + tokens, mask)
 
 
 @triton.jit
@@ -304,7 +301,7 @@ def _decode_kernel(
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_G: tl.constexpr, JOINED: tl.constexpr, APART: tl.constexpr, STAGES: tl.constexpr,
     FUSED: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr, FIELDS: tl.constexpr,
-    FIRST: tl.constexpr, ALIGNED: tl.constexpr,
+    FIRST: tl.constexpr, BRING: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     H: tl.constexpr = K * G
     SPLIT: tl.constexpr = G if APART else 1
@@ -327,13 +324,10 @@ def _decode_kernel(
     first = tl.load(item_ptr + 6)
     num_chunks = tl.load(item_ptr + 7)
     table_row_ptr = table_ptr + slot * table_stride
-    if PAGE % BLOCK == 0:
-        page = tl.load(item_ptr + 8)
-    else:
-        page = page_of(table_row_ptr, begin // BLOCK * BLOCK, stop, PAGE, BLOCK)
+    page = page_of(table_row_ptr, begin // BLOCK * BLOCK, stop, PAGE, BLOCK)
     if PDL:
         if (tl.program_id(0) < FIRST) & (row >= 0):
-            _bring(kv_ptr, page, head, begin, stop, K, D, PAGE, BLOCK)
+            _bring(kv_ptr, table_row_ptr, head, begin, stop, K, D, PAGE, BLOCK, BRING)
         gdc_wait()
         gdc_launch_dependents()
     q_row_ptr = q_ptr + row * q_stride

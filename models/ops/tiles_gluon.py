@@ -108,7 +108,7 @@ def bring_gate_up(
     x_desc, desc, small_desc, first, member, xs, halves, small_halves, full, empty,
     K: gl.constexpr, F: gl.constexpr,
 ):  # fmt: skip
-    """`bring` for gate_up, with barriers of its own."""
+    """`bring` for gate_up, with barriers in their first phase, where they are again at its end."""
     STAGES: gl.constexpr = xs.shape[0]
     for i in gl.static_range(STAGES):
         tma.async_copy_global_to_shared(x_desc, [first, i * 64], full.index(i), xs.index(i))

@@ -72,8 +72,8 @@ def check(case: Case) -> None:
     expected = decode_attention(
         qkv, rope, *norms, 1e-5, expected_cache, *where, DIM**-0.5, case.window, False
     )
-    cut = Cut.of(rows, case.window, PAGE, case.shape, qkv.device)
-    decode_triton.plan(pages, slots, starts, lens, offsets, rows, False, cut)
+    cut = Cut.of(rows, case.window, case.shape, qkv.device)
+    decode_triton.plan(slots, starts, lens, offsets, rows, False, cut)
     places = len(cut.items) * case.heads
     scratch = Scratch(
         torch.full((places * DIM,), torch.nan),
