@@ -144,7 +144,9 @@ def _decode_attention(
     num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
     if is_first(kv_layer):
         prepare("decode", len(qkv), rows)
-    out_THD = torch.empty((len(qkv), num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
+    # With memory behind it up to whole tiles of the product that reads it.
+    padded = -(-len(qkv) // 64) * 64
+    out_THD = qkv.new_empty((padded, num_heads, head_dim))[: len(qkv)]
     if isinstance(planned, TritonDecode):
         new = decode_triton.NewToken(qkv, rope_TD, q_norm, k_norm, eps, kv_slots_T)
         planned.run(new, kv_layer, rows, scale, out_THD)

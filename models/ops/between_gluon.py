@@ -93,18 +93,19 @@ def run(
     num_rows, hidden = x_ME.shape
     ffn, columns = w.down.shape[1], 0 if w.qkv is None else w.qkv.shape[0]
     groups = triton.cdiv(num_rows, _ROWS)
+    whole = groups * _ROWS
     padded_groups = triton.next_power_of_2(groups)
     members = PROGRAMS // padded_groups
     width = hidden // members
     t = _LAUNCHES[width]
-    out_ME, normed_ME = torch.empty_like(x_ME), torch.empty_like(x_ME)
-    mid_MF = x_ME.new_empty((num_rows, ffn))
+    out_ME = torch.empty_like(x_ME)
+    normed, mid = x_ME.new_empty((whole, hidden)), x_ME.new_empty((whole, ffn))
     qkv_MQ = x_ME.new_empty((num_rows, columns) if columns else 0)
-    sums = x_ME.new_empty((groups * _ROWS, members), dtype=torch.float32)
+    sums = x_ME.new_empty((whole, members), dtype=torch.float32)
     _between_kernel[(groups * members,)](
-        _tiled(o_MH, _ROWS, 128),
-        _tiled(normed_ME, _ROWS, 64),
-        _tiled(mid_MF, _ROWS, 128),
+        _tiled(_with_room(o_MH, whole), _ROWS, 128),
+        _tiled(normed, _ROWS, 64),
+        _tiled(mid, _ROWS, 128),
         _tiled(w.o, width, 128),
         _tiled(w.gate_up, 2 * width, 64),
         _tiled(w.gate_up, width, 64),
@@ -113,8 +114,8 @@ def run(
         x_ME,
         w.post_norm,
         w.norm,
-        normed_ME,
-        mid_MF,
+        normed,
+        mid,
         sums,
         counters[(padded_groups.bit_length() - 1) * _COUNTERS :],
         out_ME,
@@ -138,6 +139,16 @@ def run(
         launch_cooperative_grid=True,
     )
     return out_ME, qkv_MQ
+
+
+def _with_room(rows: Tensor, count: int) -> Tensor:
+    """`count` rows, of which the last may hold anything, if there is memory behind `rows` for them.
+
+    A tile that reaches beyond its matrix is slow to copy: 8 rows took half as long again as 64.
+    """
+    width = rows.shape[1]
+    room = rows.untyped_storage().nbytes() // rows.itemsize - rows.storage_offset()
+    return rows.as_strided((count, width), (width, 1)) if room >= count * width else rows
 
 
 def _tiled(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:

@@ -115,3 +115,10 @@ def test_comparison(
     assert result["rows"][0]["HF ms/token"] == pytest.approx(100)
     assert result["beyond_weights_and_kv_bytes"] == 400
     assert "one request" in capsys.readouterr().out
+
+
+def test_the_workload_is_run_three_times_with_other_ids(llm: Any) -> None:
+    result = offline.workload(llm, 151936)
+    assert result["output_per_s"] == result["output"] / result["seconds"]
+    firsts = {tuple(prompt[:8]) for prompt in llm.prompts}
+    assert len(firsts) == len(llm.prompts) == 4 * 256

@@ -406,7 +406,9 @@ def test_fused_linear(bias: bool, norm: bool, act: bool, residual: bool) -> None
 
 @pytest.mark.parametrize("rows", [2, 33, 48, 64, 65, 104, 128, 129, 168, 255, 256])
 def test_between_attentions(rows: int) -> None:
-    """Qwen3-0.6B's shape, a layer in the middle and the last one; every run has the same bits."""
+    """Qwen3-0.6B's shape, a layer in the middle and the last one; every run has the same bits, and
+    what lies behind attention's result, up to whole tiles, makes no difference.
+    """
     hidden, attended, ffn, columns = 1024, 2048, 3072, 4096
 
     def normal(*shape: int) -> Tensor:
@@ -422,8 +424,10 @@ def test_between_attentions(rows: int) -> None:
         floats = [a.double().cpu() if isinstance(a, Tensor) else a for a in args]
         expected = between_attentions(*floats, True)
         first: list[Tensor] = []
+        roomy = torch.full((256, attended), torch.nan, device="cuda").bfloat16()[:rows]
+        roomy.copy_(o)
         for repeat in range(200):
-            got = between_attentions(*args, True)
+            got = between_attentions(roomy if repeat % 2 else o, *args[1:], True)
             if not repeat:
                 first = list(got)
                 assert error(got[0], expected[0]) < TOLERANCE, rows
