@@ -4,6 +4,8 @@ Gluon is experimental: names and what a compiler makes of them change between Tr
 Whoever cannot import it takes other kernels.
 """
 
+from __future__ import annotations
+
 import triton
 
 if not triton.__version__.startswith("3.6."):
