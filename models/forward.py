@@ -82,14 +82,21 @@ def lm_logits(
     inputs: StepInputs,
 ) -> Tensor:
     """[L, V] of the tokens whose logits are needed, on every rank; float32 on a GPU."""
+    logits_LW = lm_head(*head_inputs(model, params, x_TE, residual_TE, inputs))
+    return all_gather_last(logits_LW, tp.size, tp.group)[:, : model.vocab_size]
+
+
+def head_inputs(
+    model: ModelConfig, params: Tree, x_TE: Tensor, residual_TE: Tensor | None, inputs: StepInputs
+) -> tuple[Tensor, Tensor]:
+    """What the LM head multiplies: normed hidden states [L, E] and its weight [W, E]."""
     tokens_L = inputs.logit_tokens_L
     x_LE = x_TE[tokens_L]
     if residual_TE is not None:
         x_LE = x_LE + residual_TE[tokens_L]
     x_LE = rms_norm(x_LE, params["final_norm"], model.norm_eps)
     head_WE = params["embed"] if model.tie_embeddings else params["lm_head"]
-    logits_LW = lm_head(x_LE, head_WE)
-    return all_gather_last(logits_LW, tp.size, tp.group)[:, : model.vocab_size]
+    return x_LE, head_WE
 
 
 def make_backbone(

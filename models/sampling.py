@@ -26,7 +26,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from models.draw import chunked, draw
+from models.draw import draw
+from models.head_draw import head_draw
 from models.inputs import SamplingState, StepInputs, StepOutputs, StepState
 from models.ops.sampling import filter_threshold
 
@@ -40,6 +41,9 @@ FLAG_GUIDED = 4
 
 DRAW = -1  # logit_targets_L: draw the slot's next token; other negative targets draw and discard
 LOGPROB_FLOOR = -9999.0
+# Ids per first-stage reduction: what Inductor keeps in registers, so that a chunk is read once.
+_MAX_CHUNK = 1024
+_MIN_CHUNK = 128
 
 
 def sample(
@@ -79,29 +83,42 @@ def sample(
     threshold_L = filter_threshold(
         logits_LV, temperature_L, ints_LI[:, TOP_K], floats_LF[:, TOP_P], floats_LF[:, MIN_P]
     )
-    drawn_L, finite_L = draw(
-        logits_LV,
-        threshold_L,
-        temperature_L,
-        ints_LI[:, SEED_LO],
-        ints_LI[:, SEED_HI],
-        inputs.logit_positions_L,
-    )
-    targets_L = inputs.logit_targets_L
-    ids_L = torch.where(targets_L >= 0, targets_L, drawn_L.int())
-    ids_L = torch.where(finite_L, ids_L, -1)
-
-    is_draw_L = targets_L == DRAW
-    slots_L = torch.where(is_draw_L, inputs.logit_slots_L, state.last_token_S.shape[0] - 1).long()
-    tokens_L = ids_L.clamp(min=0)
-    state.last_token_S.index_put_((slots_L,), tokens_L)
+    noise_of_L = (ints_LI[:, SEED_LO], ints_LI[:, SEED_HI], inputs.logit_positions_L)
+    drawn_L, finite_L = draw(logits_LV, threshold_L, temperature_L, *noise_of_L)
+    ids_L, slots_L = _keep(drawn_L, finite_L, inputs, state)
     if variant == "plain":
         return StepOutputs(ids_L.unsqueeze(1))
 
     assert sampling_state is not None
-    counted_L = is_draw_L & finite_L & _flag(inputs, FLAG_COUNT)
-    _count(sampling_state, slots_L, tokens_L, counted_L)
+    counted_L = (inputs.logit_targets_L == DRAW) & finite_L & _flag(inputs, FLAG_COUNT)
+    _count(sampling_state, slots_L, ids_L.clamp(min=0), counted_L)
     return StepOutputs(torch.cat(_report(logits_LV, ids_L, max_logprobs), dim=1))
+
+
+def sample_hidden(
+    x_LE: Tensor, head_VE: Tensor, inputs: StepInputs, state: StepState
+) -> StepOutputs:
+    """`sample` of the plain variant, from the LM head's input and weight.
+
+    The same ids but for logits that are equal up to rounding; `models.head_draw` says what it
+    spares.
+    """
+    settings = (inputs.sampling_floats_LF, inputs.sampling_ints_LI, inputs.logit_positions_L)
+    drawn_L, finite_L = head_draw(x_LE, head_VE, *settings)
+    return StepOutputs(_keep(drawn_L, finite_L, inputs, state)[0].unsqueeze(1))
+
+
+def _keep(
+    drawn_L: Tensor, finite_L: Tensor, inputs: StepInputs, state: StepState
+) -> tuple[Tensor, Tensor]:
+    """The ids to report, and the slots that now hold them: the dummy where a row draws for none."""
+    targets_L = inputs.logit_targets_L
+    ids_L = torch.where(targets_L >= 0, targets_L, drawn_L.int())
+    ids_L = torch.where(finite_L, ids_L, -1)
+    dummy = state.last_token_S.shape[0] - 1
+    slots_L = torch.where(targets_L == DRAW, inputs.logit_slots_L, dummy).long()
+    state.last_token_S.index_put_((slots_L,), ids_L.clamp(min=0))
+    return ids_L, slots_L
 
 
 def _flag(inputs: StepInputs, flag: int) -> Tensor:
@@ -183,10 +200,29 @@ def _log_norm(logits_LV: Tensor) -> tuple[Tensor, Tensor]:
 
     Over chunks, so that a row keeps a whole GPU busy.
     """
-    logits_LCW, tops_LC, bases_LC = chunked(logits_LV)
+    logits_LCW, tops_LC, bases_LC = _chunked(logits_LV)
     mass_LC = (logits_LCW - bases_LC.unsqueeze(2)).exp().sum(dim=2)
     top_L1 = tops_LC.amax(dim=1, keepdim=True)
     return top_L1, ((tops_LC - top_L1).exp() * mass_LC).sum(dim=1, keepdim=True).log()
+
+
+def _chunks(vocab: int) -> tuple[int, int]:
+    """(C, W): W divides the vocabulary if a fair divisor exists, else the last chunk is padded."""
+    for width in range(min(_MAX_CHUNK, vocab), _MIN_CHUNK - 1, -1):
+        if vocab % width == 0:
+            return vocab // width, width
+    width = min(_MAX_CHUNK, vocab)
+    return -(-vocab // width), width
+
+
+def _chunked(logits_LV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """float32 logits [L, C, W], each chunk's maximum [L, C], and that with 0 for -inf."""
+    num_chunks, width = _chunks(logits_LV.shape[1])
+    padded = F.pad(logits_LV, (0, num_chunks * width - logits_LV.shape[1]), value=-math.inf)
+    logits_LCW = padded.float().view(-1, num_chunks, width)
+    tops_LC = logits_LCW.amax(dim=2)
+    # A chunk of nothing but -inf would give NaN differences.
+    return logits_LCW, tops_LC, torch.where(tops_LC == -math.inf, 0.0, tops_LC)
 
 
 def _logprob_bits(logprobs: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Literal
 from torch import Tensor
 
 from models.config import ModelConfig
-from models.forward import PLAIN, CompilePiece, as_is, lm_logits, make_backbone
+from models.forward import PLAIN, CompilePiece, as_is, head_inputs, lm_logits, make_backbone
 from models.inputs import (
     KVCache,
     SamplingState,
@@ -23,7 +23,7 @@ from models.inputs import (
 )
 from models.ops.linear import Kernels
 from models.param_spec import Tree
-from models.sampling import sample
+from models.sampling import sample, sample_hidden
 
 Variant = Literal["plain", "full"]
 
@@ -50,13 +50,12 @@ def make_step(
         kind: "decode" (every row has one token) or "extend".
         max_logprobs: alternatives reported by the full variant.
         compile_piece: applied to the embedding, to a layer of each window (dense and of experts
-            apart), and to head and sampling together; for an engine that compiles these pieces
-            instead of the whole.
-        kernels: which kernels of ours decode steps use.
+            apart), and to head and sampling together; for an engine that compiles pieces.
+        kernels: which kernels of ours decode steps use, and the head of the plain variant.
 
     Returns:
         A function of (params, kv_cache, state, sampling_state, grammar_LW, inputs). It mutates the
-        cache, the state and the sampling state. The last two are None where the variant is plain.
+        cache and both states. Where the variant is plain, sampling state and grammar are None.
     """
     backbone = make_backbone(model, tp, kind, compile_piece, kernels)
 
@@ -69,6 +68,9 @@ def make_step(
         grammar_LW: Tensor | None,
         inputs: StepInputs,
     ) -> StepOutputs:
+        if variant == "plain" and kernels.fused and not tp.group:
+            x_LE, head_VE = head_inputs(model, params, x_TE, residual_TE, inputs)
+            return sample_hidden(x_LE, head_VE, inputs, state)
         logits_LV = lm_logits(model, tp, params, x_TE, residual_TE, inputs)
         return sample(variant, logits_LV, inputs, state, sampling_state, grammar_LW, max_logprobs)
 
@@ -84,10 +86,7 @@ def make_step(
         inputs: StepInputs,
     ) -> StepOutputs:
         x_TE, residual_TE = backbone(params, kv_cache, state, inputs)
-        outputs: StepOutputs = head_piece(
-            params, x_TE, residual_TE, state, sampling_state, grammar_LW, inputs
-        )
-        return outputs
+        return head_piece(params, x_TE, residual_TE, state, sampling_state, grammar_LW, inputs)
 
     step.__name__ += f"_{variant}"
     return step

@@ -69,14 +69,10 @@ def _(logits_LV: Tensor, *_: Any) -> Tensor:
 
 
 @filter_threshold.register_kernel("cuda")
-def _(
-    logits_LV: Tensor, temperature_L: Tensor, top_k_L: Tensor, top_p_L: Tensor, min_p_L: Tensor
-) -> Tensor:
+def _(logits_LV: Tensor, *rows: Tensor) -> Tensor:
     assert sampling_triton is not None, "CUDA tensors on a machine without Triton"
     threshold_L = logits_LV.new_empty((logits_LV.shape[0],), dtype=torch.float32)
-    sampling_triton.launch(
-        logits_LV, temperature_L, top_k_L, top_p_L, min_p_L, threshold_L, MIN_TEMPERATURE
-    )
+    sampling_triton.launch(logits_LV, rows, threshold_L, MIN_TEMPERATURE)
     return threshold_L
 
 

@@ -24,31 +24,17 @@ _LOWEST = tl.constexpr(-2139095041)  # _order(-inf)
 
 
 def launch(
-    logits_LV: Tensor,
-    temperature_L: Tensor,
-    top_k_L: Tensor,
-    top_p_L: Tensor,
-    min_p_L: Tensor,
-    threshold_L: Tensor,
-    min_temperature: float,
+    logits_LV: Tensor, rows: tuple[Tensor, ...], threshold_L: Tensor, min_temperature: float
 ) -> None:
-    """Fill `threshold_L`. Vectors may be strided (columns of a matrix), a row of logits may not."""
+    """Fill `threshold_L`. `rows` are temperature, top-k, top-p and min-p of each. Vectors may be
+    strided (columns of a matrix), a row of logits may not.
+    """
     num_rows, vocab = logits_LV.shape
     assert logits_LV.stride(1) == 1, logits_LV.stride()
     block = min(_MAX_BLOCK, triton.next_power_of_2(vocab))
+    strides = (logits_LV.stride(0), *(row.stride(0) for row in rows))
     _filter_threshold_kernel[(num_rows,)](
-        logits_LV,
-        temperature_L,
-        top_k_L,
-        top_p_L,
-        min_p_L,
-        threshold_L,
-        vocab,
-        logits_LV.stride(0),
-        temperature_L.stride(0),
-        top_k_L.stride(0),
-        top_p_L.stride(0),
-        min_p_L.stride(0),
+        *(logits_LV, *rows, threshold_L, vocab, *strides),
         MIN_TEMPERATURE=min_temperature,
         BLOCK=block,
         num_warps=max(1, block // 128),
@@ -130,6 +116,14 @@ def _search_lanes(keys, weights, need, low, high):
 
 
 @triton.jit
+def kth_largest(x, k, top):
+    """The k-th largest of x, which has as many and whose largest is `top`."""
+    low = tl.full([], _LOWEST, tl.int64)
+    ones = tl.full(x.shape, 1.0, tl.float32)
+    return _value(_search_lanes(_order(x), ones, k.to(tl.float32), low, _order(top).to(tl.int64)))
+
+
+@triton.jit
 def _row_mass(row_ptr, V, key, top, scale, BLOCK: tl.constexpr):
     """The mass of the row's logits at or above `key`."""
     lanes = tl.arange(0, BLOCK)
@@ -204,34 +198,37 @@ def _edge(row_ptr, V, temperature, k, p, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def is_filtered(temperature, k, p, min_p, V, MIN_TEMPERATURE: tl.constexpr):
+    """Whether any filter of the row is on, and it is not greedy."""
+    return (temperature >= MIN_TEMPERATURE) & (((k > 0) & (k < V)) | (p < 1.0) | (min_p > 0.0))
+
+
+@triton.jit
+def row_threshold(row_ptr, V, temperature, k, p, min_p, BLOCK: tl.constexpr):
+    """The lowest logit kept of a row that is filtered; -inf if its maximum is not finite."""
+    key, top, finite = _edge(row_ptr, V, temperature, k, p, BLOCK)
+    threshold = tl.full([], float("-inf"), tl.float32)
+    if finite:
+        threshold = _value(key)
+        if min_p > 0.0:
+            by_min = top + temperature * tl.log(tl.minimum(min_p, 1.0))
+            threshold = tl.maximum(threshold, by_min)
+    return threshold
+
+
+@triton.jit
 def _filter_threshold_kernel(
-    logits_ptr,
-    temperature_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    min_p_ptr,
-    threshold_ptr,
-    V,
-    logits_stride,
-    temperature_stride,
-    top_k_stride,
-    top_p_stride,
-    min_p_stride,
-    MIN_TEMPERATURE: tl.constexpr,
+    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, threshold_ptr, V, logits_stride,
+    temperature_stride, top_k_stride, top_p_stride, min_p_stride, MIN_TEMPERATURE: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperature_ptr + row * temperature_stride)
     k = tl.load(top_k_ptr + row * top_k_stride)
     p = tl.load(top_p_ptr + row * top_p_stride)
     min_p = tl.load(min_p_ptr + row * min_p_stride)
-    filtered = ((k > 0) & (k < V)) | (p < 1.0) | (min_p > 0.0)
     threshold = tl.full([], float("-inf"), tl.float32)
-    if (temperature >= MIN_TEMPERATURE) & filtered:
-        key, top, finite = _edge(logits_ptr + row * logits_stride, V, temperature, k, p, BLOCK)
-        if finite:
-            threshold = _value(key)
-            if min_p > 0.0:
-                by_min = top + temperature * tl.log(tl.minimum(min_p, 1.0))
-                threshold = tl.maximum(threshold, by_min)
+    if is_filtered(temperature, k, p, min_p, V, MIN_TEMPERATURE):
+        row_ptr = logits_ptr + row * logits_stride
+        threshold = row_threshold(row_ptr, V, temperature, k, p, min_p, BLOCK)
     tl.store(threshold_ptr + row, threshold)

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
-from models.forward import lm_logits, make_backbone
+from models.forward import as_is, lm_logits, make_backbone
 from models.inputs import StepInputs
+from models.ops.linear import Kernels
 from models.step import make_step
 from tests.e2e.smollm2 import GGUF, reference
 from tests.e2e.tiny_models import greedy, hf_config, save_model
@@ -55,8 +56,10 @@ def test_padding_leaves_the_dummy_page_alone(tiny: tuple[Any, Any, Any]) -> None
         assert layer.any()
 
 
-@pytest.mark.parametrize("by_piece", [False, True])
-def test_one_graph_serves_all_sizes(tiny: tuple[Any, Any, Any], by_piece: bool) -> None:
+@pytest.mark.parametrize(("by_piece", "fused"), [(False, False), (True, False), (False, True)])
+def test_one_graph_serves_all_sizes(
+    tiny: tuple[Any, Any, Any], by_piece: bool, fused: bool
+) -> None:
     """fullgraph, with symbolic T, R, L and U: compiled once, right for sizes that it never saw."""
     _, model, params = tiny
     compiled = CompileCounter()
@@ -65,9 +68,8 @@ def test_one_graph_serves_all_sizes(tiny: tuple[Any, Any, Any], by_piece: bool) 
         return torch.compile(function, backend=compiled, fullgraph=True, dynamic=True)
 
     torch._dynamo.reset()
-    step = make_step(
-        model, ONE_RANK, "plain", "extend", 0, compile_piece if by_piece else lambda f: f
-    )
+    piece = compile_piece if by_piece else as_is
+    step = make_step(model, ONE_RANK, "plain", "extend", 0, piece, Kernels(fused))
     if not by_piece:
         step = compile_piece(step)
     eager = make_step(model, ONE_RANK, "plain", "extend", 0)
