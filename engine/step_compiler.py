@@ -82,7 +82,9 @@ def build_runner(
     if cuda:
         torch._inductor.config.triton.cudagraph_dynamic_shape_warn_limit = None
     linear.prepare(device)
-    between.prepare(device)
+    missing = between.prepare(device)
+    if missing:
+        logger.warning("Decode steps of more than 32 rows take slower kernels: %s", missing)
     experts.prepare(device)
     builder = _ProgramBuilder(setup, tensors, compiles, records)
     return GraphRunner(

@@ -17,10 +17,12 @@ from torch import Tensor, library
 from models.ops.linear import fused_linear
 from models.ops.linear_table import between_rows
 
+_missing = ""
 try:
     from models.ops import between_gluon
-except ImportError:  # no Triton, or another one than the kernel is written for
+except ImportError as error:  # no Triton, or another one than the kernel is written for
     between_gluon = None  # type: ignore[assignment]
+    _missing = str(error)
 
 
 def _one_by_one(
@@ -104,12 +106,19 @@ def _between_cuda(
     )  # fmt: skip
 
 
-def prepare(device: torch.device) -> None:
+def prepare(device: torch.device) -> str:
     """Allocate what programs meet by. Must come before any graph is recorded, or its pool would own
     it.
+
+    Returns:
+        Why a GPU that could does not have the kernel, or nothing.
     """
-    if device.type == "cuda" and _one_kernel(torch.empty(0, device=device).device):
-        _counters(torch.empty(0, device=device).device)
+    if device.type != "cuda":
+        return ""
+    device = torch.empty(0, device=device).device
+    if _one_kernel(device):
+        _counters(device)
+    return _missing if torch.cuda.get_device_capability(device) == (9, 0) else ""
 
 
 @functools.cache
