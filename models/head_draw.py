@@ -20,7 +20,7 @@ from models.ops.sampling import MIN_TEMPERATURE, filter_threshold
 
 try:
     from models.ops import head_draw_gluon
-except ImportError:  # no Triton, or one whose Gluon, which is experimental, has other names
+except ImportError:  # no Triton, or another one than the kernels are written for
     head_draw_gluon = None  # type: ignore[assignment]
 
 _HOPPER = 9
@@ -66,7 +66,9 @@ def _head_draw_cuda(x_LE: Tensor, weight_VE: Tensor, *settings: Tensor) -> tuple
 
 
 def _in_one(x_LE: Tensor) -> bool:
-    """Whether the kernels that draw where logits are made take these rows, and are faster."""
+    """Whether the kernels that draw where logits are made take these rows, and are faster: so they
+    are with 151,936 ids and 1,024 hidden; other sizes were not timed.
+    """
     num_rows, inner = x_LE.shape
     return (
         head_draw_gluon is not None

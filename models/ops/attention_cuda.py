@@ -144,7 +144,7 @@ def _decode_attention(
     num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
     if is_first(kv_layer):
         prepare("decode", len(qkv), rows)
-    # With memory behind it up to whole tiles of the product that reads it.
+    # With memory behind it up to whole tiles of the product that reads it (between_gluon.py).
     padded = -(-len(qkv) // 64) * 64
     out_THD = qkv.new_empty((padded, num_heads, head_dim))[: len(qkv)]
     if isinstance(planned, TritonDecode):

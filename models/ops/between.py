@@ -48,7 +48,7 @@ def _one_by_one(
         o: [E, A]. gate_up: [2 F, E], gate rows first. down: [E, F]. Biases may be absent.
         post_norm: [E], of the RMS norm before gate_up.
         next_norm, qkv, qkv_bias: [E], [Q, E], [Q] of the next layer, absent behind the last.
-        pdl: programmatic dependent launch; no effect on a CPU.
+        pdl: programmatic dependent launch, which the one kernel always has; no effect on a CPU.
 
     Returns:
         The hidden state after the layer [T, E], and qkv [T, Q] of the next one, or [0]; contiguous,
@@ -77,22 +77,9 @@ def _(
 
 
 @between_attentions.register_kernel("cuda")
-def _between_cuda(
-    o_TA: Tensor,
-    x_TE: Tensor,
-    o: Tensor,
-    o_bias: Tensor | None,
-    post_norm: Tensor,
-    gate_up: Tensor,
-    gate_up_bias: Tensor | None,
-    down: Tensor,
-    down_bias: Tensor | None,
-    next_norm: Tensor | None,
-    qkv: Tensor | None,
-    qkv_bias: Tensor | None,
-    eps: float,
-    pdl: bool,
-) -> tuple[Tensor, Tensor]:
+def _between_cuda(*given: Any) -> tuple[Tensor, Tensor]:
+    o_TA, x_TE, o, o_bias, post_norm, gate_up, gate_up_bias, down, down_bias, *then = given
+    next_norm, qkv, qkv_bias, eps, _ = then
     biases = (o_bias, gate_up_bias, down_bias, qkv_bias)
     shape = (x_TE.shape[1], o_TA.shape[1], down.shape[1], None if qkv is None else qkv.shape[0])
     plain = x_TE.dtype == torch.bfloat16 and all(bias is None for bias in biases)
@@ -100,10 +87,7 @@ def _between_cuda(
         norm = post_norm if next_norm is None else next_norm
         weights = between_gluon.Weights(o, post_norm, gate_up, down, norm, qkv)
         return between_gluon.run(o_TA, x_TE, weights, eps, _counters(x_TE.device))
-    return _one_by_one(
-        o_TA, x_TE, o, o_bias, post_norm, gate_up, gate_up_bias, down, down_bias, next_norm, qkv,
-        qkv_bias, eps, pdl,
-    )  # fmt: skip
+    return _one_by_one(*given)
 
 
 def prepare(device: torch.device) -> str:
@@ -135,4 +119,5 @@ def _one_kernel(device: torch.device) -> bool:
 
 @functools.cache
 def _counters(device: torch.device) -> Tensor:
+    # One set for all streams: two launches never run at once, for neither leaves the other room.
     return torch.zeros(between_gluon.NUM_COUNTERS, dtype=torch.int32, device=device)

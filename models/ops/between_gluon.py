@@ -27,9 +27,9 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from models.ops import gluon_version  # noqa: F401
 from models.ops.meeting_gluon import arrive, counted, meet
 from models.ops.tiles_gluon import (
     ask,
@@ -42,12 +42,13 @@ from models.ops.tiles_gluon import (
     multiply_gate_up,
     store,
     swiglu,
+    tiled,
 )
 
 PROGRAMS = 128
 _ROWS = 64  # of a group
 LINE = gl.constexpr(32)  # counters lie on cache lines of their own
-_COUNTERS = 4 * 3 * 32  # of four groups with three meetings
+_COUNTERS = 4 * 3 * LINE.value  # of four groups with three meetings
 # A counter grows by its group's programs and must stay a multiple of them: 128, 64 or 32.
 NUM_COUNTERS = 3 * _COUNTERS
 
@@ -97,40 +98,39 @@ def run(
     padded_groups = triton.next_power_of_2(groups)
     members = PROGRAMS // padded_groups
     width = hidden // members
-    t = _LAUNCHES[width]
+    launch = _LAUNCHES[width]
+    assert groups <= 4 and columns % members == 0, (num_rows, columns)
+    _check(launch, o_MH.shape[1], hidden, ffn)
     out_ME = torch.empty_like(x_ME)
-    normed, mid = x_ME.new_empty((whole, hidden)), x_ME.new_empty((whole, ffn))
     qkv_MQ = x_ME.new_empty((num_rows, columns) if columns else 0)
+    normed, mid = x_ME.new_empty((whole, hidden)), x_ME.new_empty((whole, ffn))
     sums = x_ME.new_empty((whole, members), dtype=torch.float32)
+    # Behind the last layer neither this nor `w.norm` is used.
+    w_qkv = w.gate_up if w.qkv is None else w.qkv
+    tiles = (
+        (_with_room(o_MH, whole), _ROWS, 128),
+        (normed, _ROWS, 64),
+        (mid, _ROWS, 128),
+        (w.o, width, 128),
+        (w.gate_up, 2 * width, 64),
+        (w.gate_up, width, 64),
+        (w.down, width, 128),
+        (w_qkv, max(columns // members, width), 64),
+    )
     _between_kernel[(groups * members,)](
-        _tiled(_with_room(o_MH, whole), _ROWS, 128),
-        _tiled(normed, _ROWS, 64),
-        _tiled(mid, _ROWS, 128),
-        _tiled(w.o, width, 128),
-        _tiled(w.gate_up, 2 * width, 64),
-        _tiled(w.gate_up, width, 64),
-        _tiled(w.down, width, 128),
-        _tiled(w.gate_up if w.qkv is None else w.qkv, max(columns // members, width), 64),
-        x_ME,
-        w.post_norm,
-        w.norm,
-        normed,
-        mid,
-        sums,
+        *(tiled(*tile) for tile in tiles),
+        *(x_ME, w.post_norm, w.norm, normed, mid, sums),
         counters[(padded_groups.bit_length() - 1) * _COUNTERS :],
-        out_ME,
-        qkv_MQ,
-        num_rows,
-        eps,
+        *(out_ME, qkv_MQ, num_rows, eps),
         H=o_MH.shape[1],
         E=hidden,
         F=ffn,
         Q=columns,
         MEMBERS=members,
-        CHUNKS=t.chunks,
-        STAGES=t.narrow,
-        GATE_STAGES=t.gate_up,
-        QKV_STAGES=t.qkv,
+        CHUNKS=launch.chunks,
+        STAGES=launch.narrow,
+        GATE_STAGES=launch.gate_up,
+        QKV_STAGES=launch.qkv,
         LAST=w.qkv is None,
         num_warps=4,
         # Of a thread, before the warps that multiply take those of the one that asks.
@@ -141,6 +141,16 @@ def run(
     return out_ME, qkv_MQ
 
 
+def _check(launch: _Launch, attended: int, hidden: int, ffn: int) -> None:
+    """What the kernel takes for granted of the shape."""
+    # A program has three times as many columns of gate and of up as of o and down.
+    assert ffn == 3 * hidden, (ffn, hidden)
+    # Barriers are in their first phase again behind o and behind gate_up; down has whole rounds.
+    narrow, gate_up, qkv, _ = launch
+    assert attended % (2 * 128 * narrow) == 0 and ffn % (128 * narrow) == 0, (attended, ffn)
+    assert hidden % (2 * 64 * gate_up) == 0 and max(gate_up, qkv) <= narrow, launch
+
+
 def _with_room(rows: Tensor, count: int) -> Tensor:
     """`count` rows, of which the last may hold anything, if there is memory behind `rows` for them.
 
@@ -149,11 +159,6 @@ def _with_room(rows: Tensor, count: int) -> Tensor:
     width = rows.shape[1]
     room = rows.untyped_storage().nbytes() // rows.itemsize - rows.storage_offset()
     return rows.as_strided((count, width), (width, 1)) if room >= count * width else rows
-
-
-def _tiled(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], gl.bfloat16)
-    return TensorDescriptor.from_tensor(matrix, [rows, columns], layout)
 
 
 @gluon.jit
@@ -168,17 +173,19 @@ def _squares(sums_ptr, first, M, MEMBERS: gl.constexpr):
 
 
 @gluon.jit
-def _hand_on(h, weight, x_ptr, sums_ptr, first, M, member, E: gl.constexpr, MEMBERS: gl.constexpr):
+def _hand_on(
+    h, weight, normed_ptr, sums_ptr, first, M, member, E: gl.constexpr, MEMBERS: gl.constexpr
+):
     """Hidden states times the norm's weight, and their squares' sums over the columns here."""
     A: gl.constexpr = h.shape[1]
     row = first + gl.arange(0, 64, gl.SliceLayout(1, mma_layout(A)))
     gl.store(sums_ptr + row * MEMBERS + member, gl.sum(h * h, 1), mask=row < M)
-    store(x_ptr, h * weight.to(gl.float32), first, member * A, M, E)
+    store(normed_ptr, h * weight.to(gl.float32), first, member * A, M, E)
 
 
 @gluon.jit
 def _producer(
-    o_desc, x_desc, mid_desc, w_o_desc, gate_up_desc, small_desc, down_desc, qkv_desc,
+    o_desc, normed_desc, mid_desc, w_o_desc, gate_up_desc, small_desc, down_desc, qkv_desc,
     os, w_os, gate_xs, gate_halves, small_halves, qkv_xs, w_qkvs, full, empty, met, counter_ptr,
     group, member, H: gl.constexpr, E: gl.constexpr, F: gl.constexpr, MEMBERS: gl.constexpr,
     LAST: gl.constexpr,
@@ -195,7 +202,7 @@ def _producer(
     meet(counter_ptr, target)
     mbarrier.arrive(met.index(0))
     bring_gate_up(
-        x_desc, gate_up_desc, small_desc, first, member, gate_xs, gate_halves, small_halves,
+        normed_desc, gate_up_desc, small_desc, first, member, gate_xs, gate_halves, small_halves,
         full, empty, E, F,
     )  # fmt: skip
 
@@ -208,13 +215,13 @@ def _producer(
         meet(counter_ptr + 2 * LINE, target)
         mbarrier.arrive(met.index(1))
         FLIP: gl.constexpr = F // 128 // os.shape[0] & 1
-        bring(x_desc, qkv_desc, first, row, qkv_xs, w_qkvs, full, empty, E, FLIP)
+        bring(normed_desc, qkv_desc, first, row, qkv_xs, w_qkvs, full, empty, E, FLIP)
 
 
 @gluon.jit
 def _consumer(
     os, w_os, gate_xs, gate_ups, smalls, qkv_xs, w_qkvs, full, empty, met,
-    residual_ptr, post_norm_ptr, next_norm_ptr, x_ptr, mid_ptr, sums_ptr, counter_ptr,
+    residual_ptr, post_norm_ptr, next_norm_ptr, normed_ptr, mid_ptr, sums_ptr, counter_ptr,
     out_ptr, qkv_ptr, group, member, M, eps, H: gl.constexpr, E: gl.constexpr, F: gl.constexpr,
     Q: gl.constexpr, MEMBERS: gl.constexpr, LAST: gl.constexpr,
 ):  # fmt: skip
@@ -229,7 +236,7 @@ def _consumer(
 
     h = multiply(os, w_os, full, empty, H, 0) + residual.to(gl.float32)
     h = h.to(gl.bfloat16).to(gl.float32)
-    _hand_on(h, post_norm, x_ptr, sums_ptr, first, M, member, E, MEMBERS)
+    _hand_on(h, post_norm, normed_ptr, sums_ptr, first, M, member, E, MEMBERS)
     arrive(counter_ptr)
 
     mbarrier.wait(met.index(0), 0)
@@ -243,7 +250,7 @@ def _consumer(
     h += multiply(os, w_os, full, empty, F, 0)
     h = h.to(gl.bfloat16).to(gl.float32)
     if not LAST:
-        _hand_on(h, next_norm, x_ptr, sums_ptr, first, M, member, E, MEMBERS)
+        _hand_on(h, next_norm, normed_ptr, sums_ptr, first, M, member, E, MEMBERS)
     arrive(counter_ptr + 2 * LINE)
     store(out_ptr, h, first, member * A, M, E)
     if not LAST:
@@ -260,9 +267,9 @@ def _consumer(
 
 @gluon.jit(do_not_specialize=["M"])
 def _between_kernel(
-    o_desc, x_desc, mid_desc, w_o_desc, gate_up_desc, small_desc, down_desc, qkv_desc,
-    residual_ptr, post_norm_ptr, next_norm_ptr, x_ptr, mid_ptr, sums_ptr, counters_ptr, out_ptr,
-    qkv_ptr, M, eps, H: gl.constexpr, E: gl.constexpr, F: gl.constexpr, Q: gl.constexpr,
+    o_desc, normed_desc, mid_desc, w_o_desc, gate_up_desc, small_desc, down_desc, qkv_desc,
+    residual_ptr, post_norm_ptr, next_norm_ptr, normed_ptr, mid_ptr, sums_ptr, counters_ptr,
+    out_ptr, qkv_ptr, M, eps, H: gl.constexpr, E: gl.constexpr, F: gl.constexpr, Q: gl.constexpr,
     MEMBERS: gl.constexpr, CHUNKS: gl.constexpr, STAGES: gl.constexpr, GATE_STAGES: gl.constexpr,
     QKV_STAGES: gl.constexpr, LAST: gl.constexpr,
 ):  # fmt: skip
@@ -273,7 +280,7 @@ def _between_kernel(
     A: gl.constexpr = w_o_desc.block_shape[0]
     B: gl.constexpr = qkv_desc.block_shape[0]
     bf16: gl.constexpr = gl.bfloat16
-    swizzled: gl.constexpr = x_desc.layout
+    swizzled: gl.constexpr = normed_desc.layout
     pool = gl.allocate_shared_memory(bf16, [CHUNKS, 64, 64], swizzled)
     os = pool._reinterpret(bf16, [STAGES, 64, 128], o_desc.layout)
     w_os = pool.index(2 * STAGES)._reinterpret(bf16, [STAGES, A, 128], w_o_desc.layout)
@@ -293,14 +300,14 @@ def _between_kernel(
                 _consumer,
                 (
                     os, w_os, gate_xs, gate_ups, smalls, qkv_xs, w_qkvs, full, empty, met,
-                    residual_ptr, post_norm_ptr, next_norm_ptr, x_ptr, mid_ptr, sums_ptr,
+                    residual_ptr, post_norm_ptr, next_norm_ptr, normed_ptr, mid_ptr, sums_ptr,
                     counter_ptr, out_ptr, qkv_ptr, group, member, M, eps, H, E, F, Q, MEMBERS, LAST,
                 ),
             ),
             (
                 _producer,
                 (
-                    o_desc, x_desc, mid_desc, w_o_desc, gate_up_desc, small_desc, down_desc,
+                    o_desc, normed_desc, mid_desc, w_o_desc, gate_up_desc, small_desc, down_desc,
                     qkv_desc, os, w_os, gate_xs, gate_halves, small_halves, qkv_xs, w_qkvs, full,
                     empty, met, counter_ptr, group, member, H, E, F, MEMBERS, LAST,
                 ),

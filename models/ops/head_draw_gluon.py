@@ -20,12 +20,11 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from models.ops import gluon_version  # noqa: F401
 from models.ops.draw_triton import LOG2E, MULTIPLIER, join, larger, mix, noise, row_keys
 from models.ops.sampling_triton import is_filtered, kth_largest, row_threshold
-from models.ops.tiles_gluon import make_bars, mma_layout
+from models.ops.tiles_gluon import make_bars, mma_layout, tiled
 
 # With 24 rows cuBLAS and the draw are as fast, with fewer faster; more were not measured.
 MIN_ROWS, MAX_ROWS = 33, 256
@@ -52,14 +51,16 @@ def launch(
     assert all(t.is_contiguous() for t in (x_LE, weight_VE, *settings))
     tiles, row_tiles = triton.cdiv(vocab, _IDS), triton.cdiv(num_rows, _ROWS)
     logits_LV = torch.empty((num_rows, vocab), dtype=torch.float32, device=device)
-    tops_LC, best_LC = torch.empty((2, num_rows, tiles), dtype=torch.float32, device=device)
+    tops_LC, best_LC = (
+        torch.empty((num_rows, tiles), dtype=torch.float32, device=device) for _ in range(2)
+    )
     ids_LC = torch.empty((num_rows, tiles), dtype=torch.int32, device=device)
     shared = (logits_LV, tops_LC, best_LC, ids_LC, *settings)
     sizes = (settings[0].shape[1], settings[1].shape[1], min_temperature, _IDS)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     columns = max(1, min(_PROGRAMS * processors // row_tiles, tiles))
     _head_kernel[(columns * row_tiles,)](
-        *(_tiled(x_LE, _ROWS), _tiled(weight_VE, _IDS), *shared, num_rows),
+        *(tiled(x_LE, _ROWS, BLOCK_E), tiled(weight_VE, _IDS, BLOCK_E), *shared, num_rows),
         *(vocab, inner, *sizes, _ROWS, BLOCK_E, _STAGES),
         num_warps=4,
     )
@@ -68,11 +69,6 @@ def launch(
         *(*sizes, triton.next_power_of_2(tiles), _LANES),
         num_warps=_LANES // 128,
     )
-
-
-def _tiled(matrix: Tensor, rows: int) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout.get_default_for([rows, BLOCK_E], gl.bfloat16)
-    return TensorDescriptor.from_tensor(matrix, [rows, BLOCK_E], layout)
 
 
 @gluon.jit

@@ -41,12 +41,17 @@ class Choice(NamedTuple):
 _GEMV = 1, Choice(4, 512)
 # (N, K, act) -> (rows up to, choice) in ascending order.
 TABLE: dict[tuple[int, int, bool], tuple[tuple[int, Choice | None], ...]] = {
-    # Qwen3-0.6B: qkv, o, gate_up, down; from 33 rows on they are one kernel, see `between_rows`.
-    (4096, 1024, False): (_GEMV, (32, Choice(64, 64, 4, 5, 4, 2))),
+    # Qwen3-0.6B: qkv, o, gate_up, down; on Hopper one kernel from 33 rows on, see `between_rows`.
+    (4096, 1024, False): (
+        _GEMV,
+        (32, Choice(64, 64, 4, 5, 4, 2)),
+        (64, Choice(64, 128, 1, 4, 4, 0)),
+    ),
     (1024, 2048, False): (
         (1, Choice(8, 2048)),
         (16, Choice(32, 128, 4, 4)),
         (32, Choice(64, 64, 4, 5)),
+        (64, Choice(64, 128, 4, 4, 8)),
     ),
     (3072, 1024, True): (_GEMV, (64, Choice(64, 128, 1, 4, 4, 0))),
     (1024, 3072, False): (

@@ -25,12 +25,7 @@ def arrive(counter_ptr):
     """This program's part is done; by all threads that had one, the program's first among them."""
     fence()
     gl.thread_barrier()
-    add(counter_ptr)
-
-
-@gluon.jit
-def add(counter_ptr):
-    """One more, behind all that the program's threads wrote before their barrier."""
+    # By one thread, behind all that the others wrote before the barrier.
     gl.inline_asm_elementwise(
         """{
         .reg .pred first;

@@ -17,9 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from models.ops.draw_triton import LOG2E
+
 _MAX_BLOCK = 4096
 
-_LOG2E = tl.constexpr(1.4426950408889634)
 _LOWEST = tl.constexpr(-2139095041)  # _order(-inf)
 
 
@@ -178,7 +179,7 @@ def _edge(row_ptr, V, temperature, k, p, BLOCK: tl.constexpr):
     floor_key = _order(floor).to(tl.int64)
     high = _order(top).to(tl.int64)
     low = tl.full([], _LOWEST, tl.int64)
-    scale = _LOG2E / temperature
+    scale = LOG2E / temperature
     finite = (top > float("-inf")) & (top < float("inf"))
     if finite & (k > 0) & (k < V):
         need = k.to(tl.float32)

@@ -9,6 +9,7 @@ the gate columns, and of the up columns, of a program.
 
 from __future__ import annotations
 
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -18,8 +19,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from models.ops import gluon_version  # noqa: F401
+
+def tiled(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """What copies tiles of a bfloat16 matrix to shared memory as products want them."""
+    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], gl.bfloat16)
+    return TensorDescriptor.from_tensor(matrix, [rows, columns], layout)
 
 
 @gluon.jit

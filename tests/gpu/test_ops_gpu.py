@@ -18,6 +18,7 @@ from engine.flashinfer_plan import AttentionShape
 from engine.scheduler.batch import Kind, ScheduledBatch
 from engine.step_inputs import Bucket, empty_batch, pack, views
 from models.inputs import StepInputs
+from models.ops import between
 from models.ops.attention import paged_attention, reference_attention
 from models.ops.between import between_attentions
 from models.ops.fused import decode_attention, qk_norm_rope_kv_write
@@ -404,18 +405,27 @@ def test_fused_linear(bias: bool, norm: bool, act: bool, residual: bool) -> None
                 assert error(got, expected) < TOLERANCE, (rows, columns, inner)
 
 
-@pytest.mark.parametrize("rows", [2, 33, 48, 64, 65, 104, 128, 129, 168, 255, 256])
+def normal(*shape: int) -> Tensor:
+    scaled: Tensor = torch.randn(*shape, device="cuda") / shape[-1] ** 0.5
+    return scaled.bfloat16()
+
+
+BETWEEN = (1024, 2048, 3072, 4096)  # Qwen3-0.6B's hidden, attended, ffn, columns of qkv
+
+
+@pytest.mark.parametrize("rows", [2, 33, 48, 64, 65, 104, 128, 129, 168, 192, 193, 255, 256])
 def test_between_attentions(rows: int) -> None:
-    """Qwen3-0.6B's shape, a layer in the middle and the last one; every run has the same bits, and
-    what lies behind attention's result, up to whole tiles, makes no difference.
+    """A layer in the middle and the last one; every run has the same bits, and neither what another
+    launch left in memory nor what lies behind attention's result, up to whole tiles, makes a
+    difference.
     """
-    hidden, attended, ffn, columns = 1024, 2048, 3072, 4096
-
-    def normal(*shape: int) -> Tensor:
-        scaled: Tensor = torch.randn(*shape, device="cuda") / shape[-1] ** 0.5
-        return scaled.bfloat16()
-
+    hidden, attended, ffn, columns = BETWEEN
     o, x = (32 * normal(rows, n) for n in (attended, hidden))
+    others = [32 * normal(rows, n) for n in (attended, hidden)]
+    if torch.cuda.get_device_capability() == (9, 0):
+        assert not between.prepare(o.device) and between._one_kernel(o.device)
+        # A multiple of every group's programs, so that the launches below pass the sign.
+        between._counters(o.device).fill_(2**31 - 128 * 50)
     norms = [torch.rand(hidden, device="cuda").bfloat16() + 0.5 for _ in range(2)]
     before = [normal(hidden, attended), None, norms[0], normal(2 * ffn, hidden), None]
     before += [normal(hidden, ffn), None]
@@ -427,6 +437,7 @@ def test_between_attentions(rows: int) -> None:
         roomy = torch.full((256, attended), torch.nan, device="cuda").bfloat16()[:rows]
         roomy.copy_(o)
         for repeat in range(200):
+            between_attentions(*others, *args[2:], True)
             got = between_attentions(roomy if repeat % 2 else o, *args[1:], True)
             if not repeat:
                 first = list(got)
@@ -434,3 +445,37 @@ def test_between_attentions(rows: int) -> None:
                 assert got[1].shape == expected[1].shape
                 assert not got[1].numel() or error(got[1], expected[1]) < TOLERANCE, rows
             assert all(map(torch.equal, got, first)), (rows, repeat)
+
+
+@pytest.mark.parametrize("rows", [64, 104, 192, 256])
+def test_layers_in_a_graph(rows: int) -> None:
+    """Each begins while the one before ends: the same bits as one by one."""
+    hidden, attended, ffn, columns = BETWEEN
+    between.prepare(torch.device("cuda"))
+    norm = torch.ones(hidden, device="cuda").bfloat16()
+    o_and_norm = [(normal(hidden, attended), None, norm) for _ in range(4)]
+    layers = [
+        (*first, normal(2 * ffn, hidden), None, normal(hidden, ffn), None)
+        + (norm, normal(columns, hidden), None)
+        for first in o_and_norm
+    ]
+    o, x = normal(rows, attended), normal(rows, hidden)
+
+    def run(wait: bool) -> Tensor:
+        y, attend = x, o
+        for p in layers:
+            y, qkv = between_attentions(attend, y, *p, 1e-6, True)
+            attend = qkv[:, :attended].contiguous()
+            if wait:
+                torch.cuda.synchronize()
+        return torch.cat([y, attend], 1)
+
+    run(True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = run(False)
+    for _ in range(50):
+        o.copy_(normal(rows, attended))
+        x.copy_(normal(rows, hidden))
+        graph.replay()
+        assert torch.equal(got, run(True))
