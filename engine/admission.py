@@ -185,7 +185,7 @@ def check_params(params: SamplingParams, limits: RequestLimits) -> SamplingParam
     _check_range("logprobs", params.logprobs, 0, limits.max_logprobs)
     _check_range("prompt_logprobs", params.prompt_logprobs, 0, limits.max_logprobs)
     if any(not string for string in params.stop):
-        raise _refused("stop", "", "strings of at least 1 character")
+        raise _refused("stop", "''", "strings of at least 1 character")
     _check_ids("stop_token_ids", params.stop_token_ids, limits)
     _check_bias(params.logit_bias or {}, limits)
     return params

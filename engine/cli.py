@@ -49,6 +49,11 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _add_temperature(parser: argparse.ArgumentParser) -> None:
+    text = "0: the likeliest token each time; default: the model's, or 1"
+    parser.add_argument("--temperature", metavar="T", type=float, help=text)
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The whole command line; imports nothing heavy."""
     parser = argparse.ArgumentParser(
@@ -100,7 +105,10 @@ def build_parser() -> argparse.ArgumentParser:
         help="most tokens of each continuation; default: 512, or half the context if that is less",
     )  # fmt: skip
 
-    _add_config(verb("chat", "talk to the model in the terminal; /reset forgets, /exit ends"))
+    chat = verb("chat", "talk to the model in the terminal; /reset forgets, /exit ends")
+    _add_config(chat)
+    for what_draws in (generate, chat):
+        _add_temperature(what_draws)
 
     bench = verb("bench", "measure the engine with the programs in bench/")
     bench.add_argument("what", choices=("offline", "online", "startup"), help="which one")

@@ -17,7 +17,7 @@ import reprlib
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, cast
 
 from engine.admission import RequestLimits, build_requests
 from engine.config import EngineConfig
@@ -201,6 +201,8 @@ class LLM:
         several = _as_prompts(prompts)
         if params is None or isinstance(params, SamplingParams):
             params = [params or self.default_params()] * len(several)
+        given: object = params
+        params = list(given) if _is_collection(given) else [cast(SamplingParams, given)]
         if not all(isinstance(p, SamplingParams) for p in params):
             raise InvalidRequest("params: allowed: SamplingParams, or one for each prompt")
         if len(params) != len(several):
@@ -254,7 +256,11 @@ class LLM:
     def _chat_ids(self, messages: Sequence[dict[str, Any]]) -> list[int]:
         if self.tokenizer is None:
             raise InvalidRequest.of("messages", "the model has no tokenizer")
-        return self.tokenizer.encode_chat(messages)
+        several: list[Any] = list(messages) if _is_collection(messages) else [None]
+        if not all(isinstance(message, Mapping) for message in several):
+            got = reprlib.repr(messages)
+            raise InvalidRequest.of("messages", f"got {got}, allowed: a list of messages")
+        return self.tokenizer.encode_chat(several)
 
     def _choices(
         self, prompt: object, params: SamplingParams, index: int, start: float
@@ -351,6 +357,9 @@ def _most_tokens(params: SamplingParams) -> float:
     return params.max_tokens if isinstance(params.max_tokens, int) else math.inf
 
 
+_NO_COLLECTIONS = (str, bytes, bytearray, type, Mapping)
+
+
 def _as_prompts(prompts: object) -> list[object]:
     """One prompt or several, as several; no prompt is none. None of them is looked into yet."""
     if isinstance(prompts, str) or not _is_collection(prompts):
@@ -364,7 +373,8 @@ def _as_prompts(prompts: object) -> list[object]:
 
 
 def _is_collection(value: object) -> TypeGuard[Iterable[Any]]:
-    return isinstance(value, Iterable) and not isinstance(value, (bytes, Mapping))
+    scalar = getattr(value, "ndim", 1) == 0  # numpy's and torch's
+    return isinstance(value, Iterable) and not (scalar or isinstance(value, _NO_COLLECTIONS))
 
 
 def _has_tokenizer(config: EngineConfig) -> bool:

@@ -80,12 +80,18 @@ def test_ctrl_c_within_a_step_ends_the_call_and_nothing_else(
 
 def test_what_is_no_prompt_is_refused_by_name() -> None:
     with LLM(TINY, ["log.progress=none"]) as llm:
-        for wrong in (5, None, [[1, "a"]], [{"prompt": "x"}], [1.5], b"text", {"a": 1}):
+        scalar = np.array(3)
+        for wrong in (5, None, [[1, "a"]], [{"prompt": "x"}], [1.5], b"text", {"a": 1}, scalar):
             with pytest.raises(InvalidRequest, match="prompt: got .*, allowed: .*token ids"):
                 llm.generate(wrong, progress=False)  # type: ignore[arg-type]
         with pytest.raises(InvalidRequest, match="max_tokens"):
             llm.generate([1], SamplingParams(max_tokens="5"))  # type: ignore[arg-type]
         assert llm.generate([], progress=False) == []
+        several = (SamplingParams(max_tokens=n) for n in (1, 2))
+        assert [len(o.token_ids) for o in llm.generate([[1], [2]], several)] == [1, 2]  # type: ignore[arg-type]
+        with pytest.raises(InvalidRequest, match="params: allowed"):
+            llm.generate([1], SamplingParams)  # type: ignore[arg-type]
         if llm.tokenizer is not None:
-            with pytest.raises(InvalidRequest, match="messages"):
-                llm.chat([])
+            for no_messages in ([], "hi", ["hi"], None):
+                with pytest.raises(InvalidRequest, match="messages"):
+                    llm.chat(no_messages)  # type: ignore[arg-type]

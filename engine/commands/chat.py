@@ -6,14 +6,14 @@ import argparse
 import sys
 
 from engine.commands.conversation import HELP, converse, read_lines
-from engine.commands.opening import open_llm
+from engine.commands.opening import drawn, open_llm
 
 
 def run(args: argparse.Namespace) -> int:
     """Load the model and talk until /exit or the end of the input."""
     llm = open_llm(args)
     try:
-        params = llm.default_params(max_tokens=None)
+        params = llm.default_params(max_tokens=None, **drawn(args))
         terminal = sys.stdin.isatty()
         if terminal:
             print(HELP)

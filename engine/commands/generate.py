@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from engine.commands.opening import open_llm
+from engine.commands.opening import drawn, open_llm
 from engine.errors import InvalidRequest
 from engine.llm import LLM
 from engine.request import SamplingParams
@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
     llm = open_llm(args)
     try:
         default = min(MAX_TOKENS, llm.engine.config.model.max_model_len // 2)
-        params = llm.default_params(max_tokens=args.max_tokens or default)
+        params = llm.default_params(max_tokens=args.max_tokens or default, **drawn(args))
         if len(prompts) == 1:
             _stream(llm, prompts[0], params)
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from engine.llm import LLM
 from engine.preflight import load_to_start
@@ -15,3 +16,8 @@ def open_llm(args: argparse.Namespace) -> LLM:
     llm = LLM(config)
     ProgressDisplay(config.log.progress).table("resolved", llm.engine.settings)
     return llm
+
+
+def drawn(args: argparse.Namespace) -> dict[str, Any]:
+    """What the command line says of how tokens are drawn."""
+    return {} if args.temperature is None else {"temperature": args.temperature}

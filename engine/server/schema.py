@@ -112,7 +112,9 @@ def refuse_unsupported(data: Mapping[str, Any]) -> None:
         InvalidRequest: names the field.
     """
     for name in _UNSUPPORTED:
-        if data.get(name) not in (None, False, "", [], {}):
+        value = data.get(name)
+        # 0 asks for something, and {} is a schema: any JSON.
+        if not (value is None or value is False or value in ("", [])):
             raise InvalidRequest(f"{name} is not supported by this server", param=name)
     form = data.get("response_format")
     kind = form.get("type") if isinstance(form, dict) else form

@@ -107,14 +107,16 @@ class Service:
         """Refuse new requests, let open ones finish within `server.drain_timeout_s`."""
         self.draining = True
         timeout_s = self.config.server.drain_timeout_s
-        logger.info("draining: %d open requests, at most %g s", self._num_active, timeout_s)
+        if self._num_active:
+            text = "shutting down: %d open requests have %g s; a second signal ends them"
+            logger.warning(text, self._num_active, timeout_s)
         if self.client.state is State.READY and not await self._wait_idle(timeout_s):
-            logger.warning("%d requests are cut off after %g s", self._num_active, timeout_s)
             await self.cut_off()
         self._over.set()
 
     async def cut_off(self) -> None:
         """End open requests with an error and let them tell their clients."""
+        logger.warning("%d open requests are cut off", self._num_active)
         self.client.fail_open(Unavailable("the server is shutting down"))
         await self._wait_idle(_LAST_WORDS_S)
         await asyncio.sleep(_POLL_S)  # what was sent last is written

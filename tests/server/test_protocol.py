@@ -197,6 +197,8 @@ def test_caps_come_from_the_configuration(
         ("suffix", "x"),
         ("best_of", 2),
         ("guided_json", {"type": "object"}),
+        ("guided_json", {}),
+        ("truncate_prompt_tokens", 0),
         ("response_format", {"type": "json_object"}),
         ("response_format", "json"),
         ("use_beam_search", True),
