@@ -29,6 +29,9 @@ from engine.tokenizer import Tokenizer
 
 # For connections whose answer is sent but not read.
 _CLOSE_TIMEOUT_S = 3
+# Longer than clients keep idle connections (httpx, and so openai's client: 5 s), else the clocks of
+# the two sides race, and a request is sent into a connection that is being closed.
+_KEEP_ALIVE_S = 75
 
 
 class DrainingServer(uvicorn.Server):
@@ -142,6 +145,7 @@ def _uvicorn_config(config: EngineConfig, app: FastAPI) -> uvicorn.Config:
         log_level="debug" if debug else "warning",
         access_log=debug,
         timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
+        timeout_keep_alive=_KEEP_ALIVE_S,
         ws="none",
         lifespan="on",
     )

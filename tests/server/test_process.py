@@ -54,6 +54,18 @@ async def open_streams(url: str, max_tokens: int, then: Any, count: int = 8) -> 
         return await asyncio.gather(*tasks, return_exceptions=True)
 
 
+def test_idle_connections_outlive_what_clients_keep(tmp_path: Path) -> None:
+    """httpx, and so openai's client, lets go of one after 5 s: the server must not be first."""
+    with ServerProcess(tmp_path, SLOW) as server:
+        wait_for_status(server.url, 200)
+        address = httpx.URL(server.url)
+        with socket.create_connection((address.host, address.port), timeout=10) as connection:
+            for pause_s in (5.5, 0.0):
+                connection.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
+                assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")
+                time.sleep(pause_s)
+
+
 def test_sigterm_drains(tmp_path: Path) -> None:
     with ServerProcess(tmp_path, SLOW) as server:
         wait_for_status(server.url, 200)
