@@ -17,7 +17,7 @@ import reprlib
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeGuard, cast
+from typing import Any, TypeGuard
 
 from engine.admission import RequestLimits, build_requests
 from engine.config import EngineConfig
@@ -201,19 +201,18 @@ class LLM:
         several = _as_prompts(prompts)
         if params is None or isinstance(params, SamplingParams):
             params = [params or self.default_params()] * len(several)
-        given: object = params
-        params = list(given) if _is_collection(given) else [cast(SamplingParams, given)]
-        if not all(isinstance(p, SamplingParams) for p in params):
+        each: list[Any] = list(params) if _is_collection(params) else [params]
+        if not all(isinstance(p, SamplingParams) for p in each):
             raise InvalidRequest("params: allowed: SamplingParams, or one for each prompt")
-        if len(params) != len(several):
+        if len(each) != len(several):
             raise InvalidRequest(
-                f"params: got {len(params)}, allowed: one for all prompts, or one for each of "
+                f"params: got {len(each)}, allowed: one for all prompts, or one for each of "
                 f"{len(several)}"
             )
         start = time.perf_counter()
         # What runs longest begins first, so that fewer steps are left to a few rows at the end.
-        order = sorted(range(len(several)), key=lambda i: -_most_tokens(params[i]))
-        choices = [c for i in order for c in self._choices(several[i], params[i], i, start)]
+        order = sorted(range(len(several)), key=lambda i: -_most_tokens(each[i]))
+        choices = [c for i in order for c in self._choices(several[i], each[i], i, start)]
         outputs: list[RequestOutput] = []
         with ProgressDisplay(self._progress if progress else "none") as display:
             for ended in self._run(choices):

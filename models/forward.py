@@ -115,7 +115,7 @@ def make_backbone(
         tp: this rank's place.
         kind: "decode" or "extend".
         compile_piece: applied once to the embedding and once to a layer of each window, dense and
-            of experts apart.
+            of experts apart; where layers compute the next one's qkv, the last is apart, too.
         kernels: `fused` makes steps of fused operators, decode layers whole where the family's
             layers allow it.
     """
@@ -204,18 +204,8 @@ def _joined_backbone(
 def _joined_layer_piece(
     model: ModelConfig, window: int, last: bool, kernels: Kernels
 ) -> Callable[..., tuple[Tensor, Tensor]]:
-    def joined_layer_step(
-        p: Params,
-        following: Params | None,
-        x_TE: Tensor,
-        qkv_TQ: Tensor,
-        rope_TD: Tensor,
-        kv_layer: Tensor,
-        rows: Rows,
-    ) -> tuple[Tensor, Tensor]:
-        return joined_decoder_layer(
-            model, window, kernels, p, following, x_TE, qkv_TQ, rope_TD, kv_layer, rows
-        )
+    def joined_layer_step(*tensors: Any) -> tuple[Tensor, Tensor]:
+        return joined_decoder_layer(model, window, kernels, *tensors)
 
     joined_layer_step.__name__ += f"_{window}_last" if last else f"_{window}"
     return joined_layer_step

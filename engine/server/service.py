@@ -116,7 +116,8 @@ class Service:
 
     async def cut_off(self) -> None:
         """End open requests with an error and let them tell their clients."""
-        logger.warning("%d open requests are cut off", self._num_active)
+        if self._num_active:
+            logger.warning("%d open requests are cut off", self._num_active)
         self.client.fail_open(Unavailable("the server is shutting down"))
         await self._wait_idle(_LAST_WORDS_S)
         await asyncio.sleep(_POLL_S)  # what was sent last is written
