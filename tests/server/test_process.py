@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import http.client
 import json
 import os
 import signal
@@ -59,10 +61,13 @@ def test_idle_connections_outlive_what_clients_keep(tmp_path: Path) -> None:
     with ServerProcess(tmp_path, SLOW) as server:
         wait_for_status(server.url, 200)
         address = httpx.URL(server.url)
-        with socket.create_connection((address.host, address.port), timeout=10) as connection:
+        # Does not connect anew by itself, as httpx would.
+        connection = http.client.HTTPConnection(address.host, address.port, timeout=10)
+        with contextlib.closing(connection):
             for pause_s in (5.5, 0.0):
-                connection.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
-                assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")
+                connection.request("GET", "/version")
+                response = connection.getresponse()
+                assert response.read() and response.status == 200
                 time.sleep(pause_s)
 
 
