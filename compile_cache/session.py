@@ -204,8 +204,7 @@ class Session:
         stored = usable_manifest(self._entry)
         if stored is None:
             return False
-        known = self.manifest.files.keys() - self.damaged.keys()
-        self._restore(work, {n: r for n, r in stored.files.items() if n not in known})
+        self._restore(work, stored.files)  # a seal of ours named others' files, and read none
         self.manifest = stored
         return True
 

@@ -114,6 +114,18 @@ def test_a_blob_that_another_process_replaced_meanwhile_stays(store: Store) -> N
         assert session.get("decode/plain") == b"second" and session.get("x") == b"1"
 
 
+def test_what_another_process_sealed_before_a_seal_of_ours_comes_in_all_the_same(
+    store: Store,
+) -> None:
+    with store.open(HERE) as first, store.open(HERE) as second:
+        second.put("x", b"second")
+        second.seal()
+        first.put("y", b"first")
+        first.seal()  # names x among the entry's files
+        first.refresh()
+        assert first.get("x") == b"second" and first.get("y") == b"first"
+
+
 def test_scratch_files_of_torch_and_triton_are_not_stored(store: Store) -> None:
     with store.open(HERE) as session:
         for name in ("locks/a", "x.lock", "y.tmp", "__pycache__/z.pyc", "tmp.pid_3_x/k", "k/lock"):

@@ -26,6 +26,7 @@ def pair(num_words: int, launch: Any) -> tuple[list[torch.Tensor], list[Any]]:
         state = torch.zeros(1 + num_words // launch.block, dtype=torch.int32, device="cuda")
         place = (rank, 2, num_words, launch)
         sides.append(all_reduce_triton.Exchange(words[rank], buffers, state, *place))
+    torch.cuda.synchronize()  # `release` writes from another stream
     return words, sides
 
 

@@ -95,7 +95,7 @@ class Load:
         request = EngineRequest(
             request_id=request_id,
             prompt_ids=self.shared[: rng.choice((0, 0, 16, 40, 64))] + own,
-            max_tokens=rng.randint(1, 40),
+            max_tokens=rng.randint(1, 80),
             temperature=rng.choice((0.0, 0.0, 0.8)),
             top_p=rng.choice((1.0, 0.9)),
             seed=request_id,
