@@ -19,16 +19,14 @@ from engine.compile_jobs import VARIANTS, compile_jobs
 from engine.compiler import Compiler
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.preflight import load_to_start
 from engine.resolve import settings_of
 from engine.terminal import ProgressDisplay
 
 NOT_THERE = 1
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace, config: EngineConfig) -> int:
     """Check, or take in artefacts, compile, and hand artefacts out."""
-    config = load_to_start(args.config, args.overrides)
     if args.check:
         return _check(config)
     if not config.compile.cache:
