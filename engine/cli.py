@@ -71,9 +71,10 @@ def build_parser() -> argparse.ArgumentParser:
 
     serve = verb("serve", "serve the model over HTTP, as OpenAI's API does")
     _add_config(serve)
-    for key, form in (("host", 'server.host="{}"'), ("port", "server.port={}")):
+    for key in ("host", "port"):
         serve.add_argument(
-            f"--{key}", metavar=key.upper(), dest="overrides", action="append", type=form.format,
+            f"--{key}", metavar=key.upper(), dest="overrides", action="append",
+            type=f"--{key} {{}}".format,
             help=f"the same as --set server.{key}={key.upper()}",
         )  # fmt: skip
 

@@ -115,8 +115,15 @@ def test_the_short_forms_of_host_and_port_are_settings_like_others(write_config:
     config = load_config(args.config, args.overrides)
     assert (config.server.host, config.server.port, config.kv.page_size) == ("::", 8010, 8)
     args = cli.parse(["serve", str(args.config), "--port", "many"])
-    with pytest.raises(ConfigError, match="server.port: got 'many', allowed: an integer"):
+    with pytest.raises(ConfigError, match="^--port many: server.port: got 'many', allowed: an int"):
         load_config(args.config, args.overrides)
+    args = cli.parse(["serve", str(args.config), "--port", "99999", "--set", "kv.page_size=0"])
+    with pytest.raises(ConfigError) as caught:
+        load_config(args.config, args.overrides)
+    assert [line.partition(": ")[0] for line in str(caught.value).splitlines()] == [
+        "--set kv.page_size=0",
+        "--port 99999",
+    ]
 
 
 def test_warmups_files() -> None:

@@ -112,4 +112,5 @@ def test_the_server_tells_before_it_starts_anything_the_configuration_before_the
         busy = serve("--port", port)
         assert busy.returncode == 2
         (line,) = busy.stderr.splitlines()  # nothing of an engine that starts
-        assert f"127.0.0.1:{port}, which cannot be listened on" in line
+        assert f"127.0.0.1:{port}, which cannot be listened on: " in line
+        assert line.count(port) == 1
