@@ -125,11 +125,18 @@ def _plain_ids(prompt_ids: Iterable[SupportsIndex], limits: RequestLimits) -> li
     except msgspec.ValidationError:  # numpy's, torch's, or wrong
         pass
     try:
-        ids = [operator.index(i) for i in prompt_ids]
+        ids = [_index(i) for i in prompt_ids]
     except TypeError:
         raise _refused("prompt", reprlib.repr(prompt_ids), limits.ids_range) from None
     _check_ids("prompt", ids, limits)
     return ids
+
+
+def _index(value: Any) -> int:
+    plain = value.item() if hasattr(value, "item") else value  # numpy's and torch's scalars
+    if isinstance(plain, bool):
+        raise TypeError("no token id")
+    return operator.index(plain)
 
 
 def _output_room(length: int, params: SamplingParams, limits: RequestLimits) -> int:
@@ -139,7 +146,7 @@ def _output_room(length: int, params: SamplingParams, limits: RequestLimits) -> 
         InvalidRequest: the prompt is empty or leaves no room; names both lengths.
     """
     if length == 0:
-        raise InvalidRequest("the prompt is empty; at least 1 token is needed", param="prompt")
+        raise InvalidRequest.of("prompt", "it is empty; at least 1 token is needed")
     scores_only = params.max_tokens == 0
     most = min(limits.max_model_len, limits.kv_tokens)
     room = most - length

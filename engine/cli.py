@@ -100,7 +100,6 @@ def build_parser() -> argparse.ArgumentParser:
         "prompts", metavar="PROMPT", nargs="*",
         help="one is streamed, several are batched; none: standard input is the prompt",
     )  # fmt: skip
-
     generate.add_argument(
         "--max-tokens", metavar="N", type=_positive,
         help="most tokens of each continuation; default: 512, or half the context if that is less",

@@ -267,7 +267,7 @@ class LLM:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise InvalidRequest("prompt: got a text, but the model has no tokenizer")
-            prompt = self.tokenizer.encode(prompt)
+            prompt = self.tokenizer.encode(prompt) if prompt else []
         if not _is_collection(prompt):
             got = reprlib.repr(prompt)
             raise InvalidRequest.of("prompt", f"got {got}, allowed: a text, or token ids")
@@ -356,7 +356,7 @@ def _most_tokens(params: SamplingParams) -> float:
     return params.max_tokens if isinstance(params.max_tokens, int) else math.inf
 
 
-_NO_COLLECTIONS = (str, bytes, bytearray, type, Mapping)
+_NO_COLLECTIONS = (str, bytes, bytearray, memoryview, type, Mapping)
 
 
 def _as_prompts(prompts: object) -> list[object]:

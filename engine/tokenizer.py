@@ -16,6 +16,7 @@ from tokenizers import Tokenizer as Backend
 from engine.chat_template import ChatTemplate, Message
 from engine.config import ModelOptions
 from engine.errors import InvalidRequest, ModelError
+from engine.messages import template_messages
 from engine.model_files import TokenizerFiles, read_tokenizer_files
 
 # Printable stand-ins of bytes in byte-level BPE vocabularies (GPT-2): printable Latin-1 characters
@@ -124,7 +125,8 @@ class Tokenizer:
         """Token ids of a conversation: the template's text, tokenised once, nothing put before it.
 
         Raises:
-            InvalidRequest: no message, no template, or it refuses the conversation.
+            InvalidRequest: no message, one that is wrong, no template, or it refuses the
+                conversation.
         """
         if not messages:
             raise InvalidRequest.of("messages", "at least one message is needed")
@@ -135,7 +137,7 @@ class Tokenizer:
                 param="messages",
             )
         text = self.chat_template.render(
-            messages,
+            template_messages(messages, self.chat_template.knows_role),
             tools=tools,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import InvalidRequest, NotFound, RequestError
+from engine.messages import template_messages, template_tools
 from engine.request import EngineRequest, Ready
-from engine.server.messages import template_messages, template_tools
 from engine.server.protocol import Context, Job, chat_job, completion_job
 from engine.tokenizer import Tokenizer
 from tests.server.fake_engine import VOCAB_SIZE
