@@ -56,6 +56,27 @@ class RequestLimits:
         most = (options.max_logprobs, options.max_logit_bias, options.max_stop_ids)
         return cls(*sizes, config.server.max_n, *most)
 
+    def room(self, length: int, least: str = "at least ", answer: int = 0) -> int:
+        """Tokens that the context and the KV cache leave after a prompt of `least` so many.
+
+        Raises:
+            InvalidRequest: fewer than `answer`; names both lengths.
+        """
+        most = min(self.max_model_len, self.kv_tokens)
+        if most - length < answer:
+            what = (
+                f"this model's context is {self.max_model_len} tokens"
+                if most == self.max_model_len
+                else f"this server's KV cache holds {self.kv_tokens} tokens"
+            )
+            raise InvalidRequest(
+                f"the prompt has {least}{length} tokens and {what}"
+                + (f", of which at least {answer} must be left for the answer" if answer else ""),
+                param="prompt",
+                code="context_length_exceeded",
+            )
+        return most - length
+
     @cached_property
     def ids_type(self) -> Any:
         """Token ids as msgspec checks and copies them, in a third of the time of min and max."""
@@ -147,21 +168,7 @@ def _output_room(length: int, params: SamplingParams, limits: RequestLimits) -> 
     """
     if length == 0:
         raise InvalidRequest.of("prompt", "it is empty; at least 1 token is needed")
-    scores_only = params.max_tokens == 0
-    most = min(limits.max_model_len, limits.kv_tokens)
-    room = most - length
-    if room < (0 if scores_only else 1):
-        what = (
-            f"this model's context is {limits.max_model_len} tokens"
-            if most == limits.max_model_len
-            else f"this server's KV cache holds {limits.kv_tokens} tokens"
-        )
-        raise InvalidRequest(
-            f"the prompt has {length} tokens and {what}"
-            + ("" if scores_only else ", of which at least 1 must be left for the answer"),
-            param="prompt",
-            code="context_length_exceeded",
-        )
+    room = limits.room(length, "", 0 if params.max_tokens == 0 else 1)
     return room if params.max_tokens is None else min(params.max_tokens, room)
 
 

@@ -259,7 +259,7 @@ class LLM:
         if not all(isinstance(message, Mapping) for message in several):
             got = reprlib.repr(messages)
             raise InvalidRequest.of("messages", f"got {got}, allowed: a list of messages")
-        return self.tokenizer.encode_chat(several)
+        return self.tokenizer.encode_chat(several, check=self._limits.room)
 
     def _choices(
         self, prompt: object, params: SamplingParams, index: int, start: float
@@ -267,7 +267,7 @@ class LLM:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise InvalidRequest("prompt: got a text, but the model has no tokenizer")
-            prompt = self.tokenizer.encode(prompt) if prompt else []
+            prompt = self.tokenizer.encode(prompt, check=self._limits.room) if prompt else []
         if not _is_collection(prompt):
             got = reprlib.repr(prompt)
             raise InvalidRequest.of("prompt", f"got {got}, allowed: a text, or token ids")

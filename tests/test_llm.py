@@ -104,3 +104,7 @@ def test_what_is_no_prompt_is_refused_by_name() -> None:
             with pytest.raises(InvalidRequest, match="messages") as caught:
                 llm.chat(no_messages)  # type: ignore[arg-type]
         assert caught.value.param == "messages.1.role"
+        for too_long in (llm.generate, lambda text: llm.chat([{**user, "content": text}])):
+            with pytest.raises(InvalidRequest, match="prompt has at least .* tokens") as caught:
+                too_long("a" * 10**4)
+            assert caught.value.code == "context_length_exceeded"

@@ -26,7 +26,7 @@ class Prompt:
 
 
 def completion_prompts(
-    prompt: object, encode: Callable[[str], list[int]], *, max_prompts: int
+    prompt: object, encode: Callable[[str], list[int]], max_prompts: int
 ) -> list[Prompt]:
     """The prompts, in order.
 

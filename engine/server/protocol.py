@@ -13,7 +13,7 @@ import functools
 import json
 import re
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -185,9 +185,9 @@ def completion_job(body: bytes, context: Context) -> Job:
     params = _sampling_params(request, context, max_tokens, logprobs, scored if echo else None)
     check_params(params, context.limits)
     special = request.add_special_tokens is not False
-    encode = functools.partial(context.tokenizer.encode, add_special_tokens=special)
-    most = context.config.server.max_prompts
-    prompts = completion_prompts(request.prompt, encode, max_prompts=most)
+    tokenizer, check = context.tokenizer, context.limits.room
+    encode = functools.partial(tokenizer.encode, add_special_tokens=special, check=check)
+    prompts = completion_prompts(request.prompt, encode, context.config.server.max_prompts)
     requests = _engine_requests(prompts, params, context)
     return Job(
         kind="completion",
@@ -214,7 +214,7 @@ def chat_job(body: bytes, context: Context) -> Job:
     with _named(prompt="messages", logprobs="top_logprobs", max_tokens=limit):
         params = _sampling_params(request, context, getattr(request, limit), logprobs, None)
         check_params(params, context.limits)
-        prompts = [Prompt(None, chat_prompt(request, context.tokenizer))]
+        prompts = [Prompt(None, chat_prompt(request, context.tokenizer, context.limits.room))]
         requests = _engine_requests(prompts, params, context)
     return Job(
         kind="chat",
@@ -240,8 +240,10 @@ def _named(**names: str) -> Iterator[None]:
         raise InvalidRequest(message, param=param, code=error.code) from None
 
 
-def chat_prompt(request: ChatBody | TokenizeBody, tokenizer: Tokenizer) -> list[int]:
-    """Token ids of the messages of a request.
+def chat_prompt(
+    request: ChatBody | TokenizeBody, tokenizer: Tokenizer, check: Callable[[int], object] = int
+) -> list[int]:
+    """Token ids of the messages of a request; `check` is as in Tokenizer.encode().
 
     Raises:
         InvalidRequest: a message or tool that is wrong, or that the model's template refuses.
@@ -255,6 +257,7 @@ def chat_prompt(request: ChatBody | TokenizeBody, tokenizer: Tokenizer) -> list[
         add_generation_prompt=request.add_generation_prompt is not False,
         continue_final_message=bool(request.continue_final_message),
         variables=request.chat_template_kwargs,
+        check=check,
     )
 
 
