@@ -23,7 +23,9 @@ import torch
 from bench.peers import compare
 from bench.report import add_config, command_line, percentile, save, table
 from bench.workloads import Job, mini_sglang, uniform
+from engine.cli import USER_MISTAKE
 from engine.config import load_config
+from engine.errors import ConfigError, FullgraphError
 from engine.llm import LLM
 from engine.request import SamplingParams
 
@@ -132,6 +134,17 @@ def step_times(llm: LLM, num_ids: int, batches: Sequence[int]) -> list[dict[str,
     return rows
 
 
+def check_room(llm: LLM, needed: int) -> None:
+    """Raises ConfigError if no request of so many tokens, in and out together, can run."""
+    model, pages = llm.engine.config.model, llm.engine.num_pages
+    kv_tokens = pages * llm.engine.config.kv.page_size
+    for key, tokens in (("model.max_model_len", model.max_model_len), ("kv", kv_tokens)):
+        if tokens < needed:
+            raise ConfigError(
+                f"{key}: room for {tokens} tokens, needed: {needed}, of the longest request"
+            )
+
+
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Everything but the comparison, in one engine."""
     config = load_config(args.config, args.overrides)
@@ -141,6 +154,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     try:
         num_ids = llm.engine.model.vocab_size
         resolved = llm.engine.config
+        longest = [STEP_INPUT + STEP_OUTPUT] if args.steps else []
+        if args.workload:
+            longest += [
+                len(job.prompt_ids) + job.num_output for job in mini_sglang(7) + mini_sglang(0)
+            ]
+        check_room(llm, max(longest))
         if args.workload:
             result["workload"] = workload(llm, num_ids)
             print(f"\nMini-SGLang's offline workload\n{table([result['workload']])}", flush=True)
@@ -179,6 +198,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     if not (args.workload or args.steps or args.cpu_hf):
         args.workload = args.steps = True
+    try:
+        return run(args)
+    except FullgraphError as error:
+        print(f"bench.offline: {error}", file=sys.stderr)
+        return USER_MISTAKE
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run what the command line names; the exit status."""
     result: dict[str, Any] = {}
     if args.cpu_hf:
         result["cpu_hf"] = compare(args.config, args.overrides, args.tokens, args.rounds)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from compile_cache.files import locked
-from compile_cache.fingerprint import Difference, Fingerprint, explain, shown
+from compile_cache.fingerprint import Difference, Fingerprint, explain
 from compile_cache.manifest import (
     MANIFEST,
     OBJECTS,
@@ -200,19 +200,6 @@ class Store:
         return Miss(
             "no entry has this fingerprint; the nearest one differs in", min(diffs, key=len)
         )
-
-
-def part_table(fingerprint: Fingerprint, result: Hit | Miss) -> str:
-    """A line for each part of the fingerprint: hit with its value, or miss with both values."""
-    differences = {d.part: d for d in result.differences} if isinstance(result, Miss) else {}
-    if isinstance(result, Miss) and not differences:
-        return str(result)
-    gone = [d for name, d in differences.items() if name not in fingerprint.parts]
-    lines = [
-        f"miss  {differences[name]}" if name in differences else f"hit   {name}: {shown(value)}"
-        for name, value in fingerprint.parts.items()
-    ]
-    return "\n".join([*lines, *(f"miss  {difference}" for difference in gone)])
 
 
 def format_size(size: int) -> str:

@@ -56,6 +56,27 @@ class RequestLimits:
         most = (options.max_logprobs, options.max_logit_bias, options.max_stop_ids)
         return cls(*sizes, config.server.max_n, *most)
 
+    def room(self, length: int, least: str = "at least ", answer: int = 0) -> int:
+        """Tokens that the context and the KV cache leave after a prompt of `least` so many.
+
+        Raises:
+            InvalidRequest: fewer than `answer`; names both lengths.
+        """
+        most = min(self.max_model_len, self.kv_tokens)
+        if most - length < answer:
+            what = (
+                f"this model's context is {self.max_model_len} tokens"
+                if most == self.max_model_len
+                else f"this server's KV cache holds {self.kv_tokens} tokens"
+            )
+            raise InvalidRequest(
+                f"the prompt has {least}{length} tokens and {what}"
+                + (f", of which at least {answer} must be left for the answer" if answer else ""),
+                param="prompt",
+                code="context_length_exceeded",
+            )
+        return most - length
+
     @cached_property
     def ids_type(self) -> Any:
         """Token ids as msgspec checks and copies them, in a third of the time of min and max."""
@@ -125,11 +146,18 @@ def _plain_ids(prompt_ids: Iterable[SupportsIndex], limits: RequestLimits) -> li
     except msgspec.ValidationError:  # numpy's, torch's, or wrong
         pass
     try:
-        ids = [operator.index(i) for i in prompt_ids]
+        ids = [_index(i) for i in prompt_ids]
     except TypeError:
         raise _refused("prompt", reprlib.repr(prompt_ids), limits.ids_range) from None
     _check_ids("prompt", ids, limits)
     return ids
+
+
+def _index(value: Any) -> int:
+    plain = value.item() if hasattr(value, "item") else value  # numpy's and torch's scalars
+    if isinstance(plain, bool):
+        raise TypeError("no token id")
+    return operator.index(plain)
 
 
 def _output_room(length: int, params: SamplingParams, limits: RequestLimits) -> int:
@@ -139,22 +167,8 @@ def _output_room(length: int, params: SamplingParams, limits: RequestLimits) -> 
         InvalidRequest: the prompt is empty or leaves no room; names both lengths.
     """
     if length == 0:
-        raise InvalidRequest("the prompt is empty; at least 1 token is needed", param="prompt")
-    scores_only = params.max_tokens == 0
-    most = min(limits.max_model_len, limits.kv_tokens)
-    room = most - length
-    if room < (0 if scores_only else 1):
-        what = (
-            f"this model's context is {limits.max_model_len} tokens"
-            if most == limits.max_model_len
-            else f"this server's KV cache holds {limits.kv_tokens} tokens"
-        )
-        raise InvalidRequest(
-            f"the prompt has {length} tokens and {what}"
-            + ("" if scores_only else ", of which at least 1 must be left for the answer"),
-            param="prompt",
-            code="context_length_exceeded",
-        )
+        raise InvalidRequest.of("prompt", "it is empty; at least 1 token is needed")
+    room = limits.room(length, "", 0 if params.max_tokens == 0 else 1)
     return room if params.max_tokens is None else min(params.max_tokens, room)
 
 

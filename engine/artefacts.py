@@ -29,14 +29,13 @@ from compile_cache.store import Store
 from compile_cache.vector_isa import settle_vector_isa
 from engine import scratch
 from engine.config import EngineConfig
-from engine.errors import ModelError
+from engine.errors import ConfigError, ModelError
+from engine.preflight import beyond_the_model
 from engine.resolve import ResolvedConfig, resolve
 from engine.world import ranks_here
 from models.checkpoint import Checkpoint, resolve_checkpoint
 from models.config import ModelConfig
 from models.errors import ModelError as ModelsError
-from models.inputs import TensorParallel
-from models.sharding import check
 
 logger = logging.getLogger(__name__)
 
@@ -76,9 +75,10 @@ def prepare(config: EngineConfig) -> Prepared:
             options.path, options.revision, options.offline, options.load
         )
         model = ModelConfig.from_hf(checkpoint.config)
-        check(model, TensorParallel(size=config.parallel.tp))
     except ModelsError as error:
         raise ModelError(str(error)) from error
+    if problems := list(beyond_the_model(config, model)):
+        raise ConfigError("\n".join(map(str, problems)))
     cuda = torch.cuda.is_available()
     if cuda:
         # Sets variables that the fingerprint holds, and that child processes inherit.

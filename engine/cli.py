@@ -17,8 +17,8 @@ from engine.errors import FullgraphError
 from engine.quick_import import import_quickly
 from engine.world import launched_rank
 
-# Verb -> module with `run(args) -> exit status`. Imported by name once the verb is known: FastAPI
-# or torch take seconds to import, and `--help` or a typing mistake should not wait for either.
+# Verb -> module with `run(args, config) -> exit status`. Imported by name once the configuration is
+# known to be right: FastAPI or torch take seconds to import, and no mistake should wait for either.
 _COMMANDS = {
     "serve": "engine.commands.serve",
     "warmup": "engine.commands.warmup",
@@ -71,9 +71,10 @@ def build_parser() -> argparse.ArgumentParser:
 
     serve = verb("serve", "serve the model over HTTP, as OpenAI's API does")
     _add_config(serve)
-    for key, form in (("host", 'server.host="{}"'), ("port", "server.port={}")):
+    for key in ("host", "port"):
         serve.add_argument(
-            f"--{key}", metavar=key.upper(), dest="overrides", action="append", type=form.format,
+            f"--{key}", metavar=key.upper(), dest="overrides", action="append",
+            type=f"--{key} {{}}".format,
             help=f"the same as --set server.{key}={key.upper()}",
         )  # fmt: skip
 
@@ -99,7 +100,6 @@ def build_parser() -> argparse.ArgumentParser:
         "prompts", metavar="PROMPT", nargs="*",
         help="one is streamed, several are batched; none: standard input is the prompt",
     )  # fmt: skip
-
     generate.add_argument(
         "--max-tokens", metavar="N", type=_positive,
         help="most tokens of each continuation; default: 512, or half the context if that is less",
@@ -128,7 +128,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _import(module: str) -> ModuleType:
-    """A verb's module. Ctrl-C ends the process meanwhile: numpy and torch would swallow the
+    """A module. Ctrl-C ends the process meanwhile: numpy and torch would swallow the
     exception, half imported.
     """
     before = signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
@@ -151,7 +151,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if launched_rank():  # torchrun's, and not rank 0: whatever the verb, this process follows
         os.execv(sys.executable, [sys.executable, "-m", "engine.rank_process"])
     try:
-        status: int = _import(_COMMANDS[args.verb]).run(args)
+        config = _import("engine.preflight").load_to_start(args.config, args.overrides)
+        status: int = _import(_COMMANDS[args.verb]).run(args, config)
     except FullgraphError as error:
         print(f"fullgraph: {error}", file=sys.stderr)
         return USER_MISTAKE

@@ -234,7 +234,7 @@ def validate(cls: type[Config], tree: Tree, source: str, origins: Mapping[str, s
         cls: EngineConfig or a narrower one.
         tree: section -> key -> value; an empty section is all defaults.
         source: what messages call the place the tree came from.
-        origins: key path -> the `--set` text that gave its value, named instead of `source`.
+        origins: key path -> the option that gave its value, named instead of `source`.
 
     Raises:
         ConfigError: one line per wrong key.
@@ -269,7 +269,7 @@ def load_config(
 
     Args:
         path: the file.
-        overrides: texts such as `kv.page_size=8`; the value is parsed as YAML.
+        overrides: texts such as `kv.page_size=8`, the value parsed as YAML, or `--port 8000`.
         check: what else is wrong with it.
 
     Raises:
@@ -278,10 +278,10 @@ def load_config(
     tree = _with_absolute_paths(read_tree(path), path.absolute().parent)
     origins: dict[str, str] = {}
     for text in overrides:
-        key, patch = apply_override(text)
+        key, patch, typed = apply_override(text)
         _merge(tree, _with_absolute_paths(patch, Path.cwd()))
         origins.pop(key, None)
-        origins[key] = f"--set {text}"
+        origins[key] = typed
     config = validate(EngineConfig, tree, str(path), origins)
     if problems := list(check(config)):
         raise _told(problems, str(path), origins)

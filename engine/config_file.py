@@ -15,6 +15,7 @@ import yaml
 from engine.errors import ConfigError
 
 Tree = dict[str, Any]
+_SHORT_FORMS = {"--host": 'server.host="{}"', "--port": "server.port={}"}
 
 
 class _Loader(yaml.SafeLoader):
@@ -83,17 +84,22 @@ def read_tree(path: Path) -> Tree:
     return tree
 
 
-def apply_override(text: str) -> tuple[str, Tree]:
-    """`a.b=c` to its key path and a tree `{a: {b: c}}`, c parsed as YAML.
+def apply_override(text: str) -> tuple[str, Tree, str]:
+    """`a.b=c` to its key path, a tree `{a: {b: c}}`, c parsed as YAML, and what the user typed.
+
+    `--host NAME` and `--port NUMBER` stand for such a text.
 
     Raises:
         ConfigError: no `=`, an empty part in the key path, or c is not YAML.
     """
-    key, equals, value = text.partition("=")
+    option, _, given = text.partition(" ")
+    form = _SHORT_FORMS.get(option)
+    typed = f"--set {text}" if form is None else text
+    key, equals, value = (text if form is None else form.format(given)).partition("=")
     parts = key.strip().split(".")
     if not equals or not all(parts):
-        raise ConfigError(f"--set {text}: allowed: key.path=value, for example kv.page_size=8")
-    parsed: Any = _parse(value, f"--set {text}")
+        raise ConfigError(f"{typed}: allowed: key.path=value, for example kv.page_size=8")
+    parsed: Any = _parse(value, typed)
     for part in reversed(parts):
         parsed = {part: parsed}
-    return key.strip(), parsed
+    return key.strip(), parsed, typed

@@ -259,7 +259,7 @@ class LLM:
         if not all(isinstance(message, Mapping) for message in several):
             got = reprlib.repr(messages)
             raise InvalidRequest.of("messages", f"got {got}, allowed: a list of messages")
-        return self.tokenizer.encode_chat(several)
+        return self.tokenizer.encode_chat(several, check=self._limits.room)
 
     def _choices(
         self, prompt: object, params: SamplingParams, index: int, start: float
@@ -267,7 +267,7 @@ class LLM:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise InvalidRequest("prompt: got a text, but the model has no tokenizer")
-            prompt = self.tokenizer.encode(prompt)
+            prompt = self.tokenizer.encode(prompt, check=self._limits.room) if prompt else []
         if not _is_collection(prompt):
             got = reprlib.repr(prompt)
             raise InvalidRequest.of("prompt", f"got {got}, allowed: a text, or token ids")
@@ -356,7 +356,7 @@ def _most_tokens(params: SamplingParams) -> float:
     return params.max_tokens if isinstance(params.max_tokens, int) else math.inf
 
 
-_NO_COLLECTIONS = (str, bytes, bytearray, type, Mapping)
+_NO_COLLECTIONS = (str, bytes, bytearray, memoryview, type, Mapping)
 
 
 def _as_prompts(prompts: object) -> list[object]:

@@ -134,7 +134,7 @@ def resolve(
 
     Args:
         config: as loaded.
-        max_position: the model's own context limit, in tokens.
+        max_position: the model's own context limit, in tokens; what is set is not above it.
         checkpoint_dtype: the weights' dtype by name; None where the checkpoint does not say.
         cuda: torch can use a CUDA device.
         capability: its compute capability, (9, 0) for an H200.
@@ -143,7 +143,7 @@ def resolve(
         one_host: all ranks are here.
 
     Raises:
-        ConfigError: a setting that this machine or model cannot honour.
+        ConfigError: a setting that this machine cannot honour.
     """
     device = _device(config, cuda)
     machine = machine or this_machine()
@@ -151,7 +151,7 @@ def resolve(
     tree["device"] = device
     tree["model"] |= {
         "dtype": _or(config.model.dtype, _auto_dtype(device, checkpoint_dtype)),
-        "max_model_len": _max_model_len(config, max_position),
+        "max_model_len": _or(config.model.max_model_len, max_position),
     }
     tree["scheduler"] |= _scheduler(config, device)
     tree["scheduler"]["context_unit"] = _or(config.scheduler.context_unit, context_unit)
@@ -177,16 +177,6 @@ def _device(config: EngineConfig, cuda: bool) -> str:
 
 def _auto_dtype(device: str, checkpoint_dtype: str | None) -> str:
     return "float32" if device == "cpu" else checkpoint_dtype or "bfloat16"
-
-
-def _max_model_len(config: EngineConfig, max_position: int) -> int:
-    length = _or(config.model.max_model_len, max_position)
-    if length > max_position:
-        raise ConfigError(
-            f"model.max_model_len: got {length}, allowed: at most {max_position}, "
-            "the model's own limit"
-        )
-    return length
 
 
 def _scheduler(config: EngineConfig, device: str) -> dict[str, int]:

@@ -6,16 +6,18 @@ can go to a thread). Knows nothing of requests, streaming or HTTP, and never imp
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as Backend
+from tokenizers.models import BPE
 
 from engine.chat_template import ChatTemplate, Message
 from engine.config import ModelOptions
 from engine.errors import InvalidRequest, ModelError
+from engine.messages import template_messages
 from engine.model_files import TokenizerFiles, read_tokenizer_files
 
 # Printable stand-ins of bytes in byte-level BPE vocabularies (GPT-2): printable Latin-1 characters
@@ -75,27 +77,44 @@ class Tokenizer:
             for token_id, token in backend.get_added_tokens_decoder().items()
             if token.special
         )
-        bos = (special_tokens or {}).get("bos_token")
-        self._bos_id = backend.token_to_id(bos) if bos is not None else None
+        self._bos = (special_tokens or {}).get("bos_token", "")
+        self._bos_id = backend.token_to_id(self._bos) if self._bos else None
         self._add_bos = add_bos if self._bos_id is not None else None
-        self.byte_level = _is_byte_level(backend)
+        self.byte_level = _is_byte_level(_kinds(backend.decoder))
         self._bytes = _token_bytes(backend, self.byte_level)
         self.vocab_size = len(self._bytes)
+        # Of the longest token, in bytes; 0 where a text may be longer than its tokens together.
+        lossless = self.byte_level and _is_lossless(backend)
+        self._longest = max(map(len, self._bytes), default=0) if lossless else 0
+        find = backend.model.token_to_id
+        # Bytes without a token vanish.
+        self._lost = bytes(b for c, b in _BYTE_OF_CHARACTER.items() if find(chr(c)) is None)
 
     def encode(
-        self, text: str, *, add_special_tokens: bool = True, param: str | None = "prompt"
+        self,
+        text: str,
+        *,
+        add_special_tokens: bool = True,
+        param: str = "prompt",
+        check: Callable[[int], object] = int,
     ) -> list[int]:
         """Token ids of a text. Special tokens written out in it become their ids.
+
+        Args:
+            check: told how many tokens there are at least, before the text is tokenised; it may
+                raise.
 
         Raises:
             InvalidRequest: the text holds half a surrogate pair; names `param`.
         """
         try:
-            text.encode()
+            data = text.encode()
         except UnicodeEncodeError:
             raise InvalidRequest(
                 "the text holds half a surrogate pair, which is no character", param=param
             ) from None
+        if self._longest and (self.backend.normalizer is None or text.isascii()):
+            check(-(-len(data.translate(None, self._lost)) // self._longest))
         # The fast call leaves out offsets, which nobody here wants, and releases the GIL.
         (encoded,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoded.ids
@@ -103,14 +122,9 @@ class Tokenizer:
             has_bos = bool(ids) and ids[0] == self._bos_id
             if self._add_bos and not has_bos and self._bos_id is not None:
                 return [self._bos_id, *ids]
-            if not self._add_bos and has_bos and not self._begins_with_bos(text):
+            if not self._add_bos and has_bos and not text.startswith(self._bos):
                 return ids[1:]
         return ids
-
-    def _begins_with_bos(self, text: str) -> bool:
-        assert self._bos_id is not None
-        token = self.backend.id_to_token(self._bos_id)
-        return token is not None and text.startswith(token)
 
     def encode_chat(
         self,
@@ -120,11 +134,15 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
+        check: Callable[[int], object] = int,
     ) -> list[int]:
         """Token ids of a conversation: the template's text, tokenised once, nothing put before it.
 
+        `check` is as in encode().
+
         Raises:
-            InvalidRequest: no message, no template, or it refuses the conversation.
+            InvalidRequest: no message, one that is wrong, no template, or it refuses the
+                conversation.
         """
         if not messages:
             raise InvalidRequest.of("messages", "at least one message is needed")
@@ -135,13 +153,13 @@ class Tokenizer:
                 param="messages",
             )
         text = self.chat_template.render(
-            messages,
+            template_messages(messages, self.chat_template.knows_role),
             tools=tools,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             variables=variables,
         )
-        return self.encode(text, add_special_tokens=False, param="messages")
+        return self.encode(text, add_special_tokens=False, param="messages", check=check)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of some ids, whole. Ids that the tokenizer does not know are nothing."""
@@ -161,13 +179,28 @@ class Tokenizer:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def _is_byte_level(backend: Backend) -> bool:
-    if backend.decoder is None:
-        return False
-    decoder = json.loads(backend.decoder.__getstate__())
-    while decoder["type"] == "Sequence" and len(decoder["decoders"]) == 1:
-        (decoder,) = decoder["decoders"]
-    return bool(decoder["type"] == "ByteLevel")
+def _kinds(step: Any) -> set[bytes]:
+    """The types in a step of a tokenizer, and how texts are split there; none of None."""
+    state = b"" if step is None else step.__getstate__()
+    return set(re.findall(rb'"(?:type|behavior)":"(\w+)"', state))
+
+
+def _is_byte_level(kinds: set[bytes], others: Iterable[bytes] = ()) -> bool:
+    return {b"ByteLevel"} <= kinds <= {b"ByteLevel", b"Sequence", *others}
+
+
+def _is_lossless(backend: Backend) -> bool:
+    """ASCII texts (others too, without a normalizer) are what their tokens are together, but for
+    bytes without a token of their own.
+    """
+    model, added = backend.model, backend.get_added_tokens_decoder().values()
+    return (
+        isinstance(model, BPE)
+        and not (model.continuing_subword_prefix or model.end_of_word_suffix)
+        and _is_byte_level(_kinds(backend.pre_tokenizer), (b"Digits", b"Split", b"Isolated"))
+        and _kinds(backend.normalizer) <= {b"Sequence", b"NFC", b"NFD"}
+        and all(t.content.isascii() and not (t.lstrip or t.rstrip) for t in added)
+    )
 
 
 def _token_bytes(backend: Backend, byte_level: bool) -> list[bytes]:

@@ -109,6 +109,19 @@ class ModelConfig:
             eos_ids=_ids(hf.get("eos_token_id")),
         )
 
+    def check_ranks(self, size: int) -> None:
+        """Raises UnsupportedModel if the heads cannot be shared out among so many ranks."""
+        heads = self.num_kv_heads
+        if self.num_heads % size:
+            raise UnsupportedModel(
+                f"{self.num_heads} query heads cannot be divided among {size} ranks"
+            )
+        if heads % size and size % heads:
+            raise UnsupportedModel(
+                f"{heads} key-value heads can neither be divided among {size} ranks nor repeated "
+                "evenly on them"
+            )
+
     @property
     def context_unit(self) -> int:
         """Context length, in tokens, at which attention multiplies as many numbers for a token as

@@ -12,7 +12,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from models.config import ModelConfig
-from models.errors import UnsupportedModel
 from models.inputs import TensorParallel
 from models.param_spec import ParamSpec, Part
 
@@ -48,21 +47,6 @@ def placement(spec: ParamSpec) -> Placement:
         if SHARDED[axis]:
             return Shard(dim + 1 if spec.stack else dim)
     return Replicate()
-
-
-def check(model: ModelConfig, tp: TensorParallel) -> None:
-    """Raises UnsupportedModel if the heads cannot be shared out among the ranks."""
-    if model.num_heads % tp.size:
-        raise UnsupportedModel(
-            f"parallel.tp {tp.size}: {model.num_heads} query heads cannot be "
-            "divided among the ranks"
-        )
-    heads = model.num_kv_heads
-    if heads % tp.size and tp.size % heads:
-        raise UnsupportedModel(
-            f"parallel.tp {tp.size}: {heads} key-value heads can neither be divided "
-            "among the ranks nor repeated evenly on them"
-        )
 
 
 def local_heads(model: ModelConfig, tp: TensorParallel) -> tuple[int, int]:

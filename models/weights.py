@@ -25,7 +25,7 @@ from models.param_spec import ParamSpec, Part, Tree, init_part, leaves, map_tree
 from models.param_spec import Path as TreePath
 from models.registry import param_specs
 from models.rope import rope_table
-from models.sharding import AxisSlice, check, local_shape, part_slices
+from models.sharding import AxisSlice, local_shape, part_slices
 
 __all__ = ["Checkpoint", "hollow_params", "load_params", "resolve_checkpoint"]
 
@@ -64,7 +64,7 @@ def load_params(
             file.
         UnsupportedModel: the heads cannot be shared out among the ranks.
     """
-    check(model, tp)
+    model.check_ranks(tp.size)
     specs = param_specs(model, dtype)
     source = _open_source(checkpoint, model, seed, device)
     _check_tensors(source, specs, model, checkpoint)

@@ -99,12 +99,13 @@ def test_prompts_and_overrides_in_any_order(words: list[str]) -> None:
     ("words", "max_tokens"), [([], 50), (["--max-tokens", "7"], 7), (["--max-tokens", "999"], 999)]
 )
 def test_generates_length(
-    words: list[str], max_tokens: int, monkeypatch: pytest.MonkeyPatch
+    words: list[str], max_tokens: int, write_config: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    path = str(write_config("model: {path: x}\n"))
     llm = MagicMock(**{"stream.return_value": []})
     llm.engine.config.model.max_model_len = 100
-    monkeypatch.setattr(generate, "open_llm", lambda args: llm)
-    assert cli.main(["generate", "x.yaml", *words, "Hi"]) == 0
+    monkeypatch.setattr(generate, "open_llm", lambda config: llm)
+    assert cli.main(["generate", path, *words, "Hi"]) == 0
     llm.default_params.assert_called_once_with(max_tokens=max_tokens)
 
 
@@ -114,8 +115,15 @@ def test_the_short_forms_of_host_and_port_are_settings_like_others(write_config:
     config = load_config(args.config, args.overrides)
     assert (config.server.host, config.server.port, config.kv.page_size) == ("::", 8010, 8)
     args = cli.parse(["serve", str(args.config), "--port", "many"])
-    with pytest.raises(ConfigError, match="server.port: got 'many', allowed: an integer"):
+    with pytest.raises(ConfigError, match="^--port many: server.port: got 'many', allowed: an int"):
         load_config(args.config, args.overrides)
+    args = cli.parse(["serve", str(args.config), "--port", "99999", "--set", "kv.page_size=0"])
+    with pytest.raises(ConfigError) as caught:
+        load_config(args.config, args.overrides)
+    assert [line.partition(": ")[0] for line in str(caught.value).splitlines()] == [
+        "--set kv.page_size=0",
+        "--port 99999",
+    ]
 
 
 def test_warmups_files() -> None:
@@ -125,8 +133,10 @@ def test_warmups_files() -> None:
 
 def run_with(monkeypatch: pytest.MonkeyPatch, error: BaseException | None, status: int = 0) -> int:
     class Command:
+        load_to_start = MagicMock()
+
         @staticmethod
-        def run(args: Any) -> int:
+        def run(args: Any, config: Any) -> int:
             if error is not None:
                 raise error
             return status
@@ -150,9 +160,10 @@ def test_a_reader_that_leaves_is_no_error() -> None:
     program = (
         "import importlib, sys, types\n"
         "from engine import cli\n"
-        "def run(args):\n"
+        "def run(*_):\n"
         "    for _ in range(100000): print('word')\n"
-        "importlib.import_module = lambda name: types.SimpleNamespace(run=run)\n"
+        "module = types.SimpleNamespace(run=run, load_to_start=lambda *_: None)\n"
+        "importlib.import_module = lambda name: module\n"
         "sys.exit(cli.main(['serve', 'x.yaml']))\n"
     )
     with subprocess.Popen(
@@ -192,6 +203,22 @@ def test_a_broken_configuration_is_one_line_and_status_2(write_config: Write) ->
     output = subprocess.run(command, capture_output=True, text=True, check=False)
     assert output.returncode == 2 and output.stdout == ""
     assert output.stderr == (f"fullgraph: {path}: kv.page_size: got 0, allowed: an integer >= 1\n")
+
+
+@pytest.mark.parametrize("words", [["generate", "Hi"], ["chat"], ["warmup"], ["serve"]])
+def test_what_cannot_start_is_told_before_anything_heavy_is_imported(
+    write_config: Write, words: list[str]
+) -> None:
+    path = write_config("model: {path: ./none}\n")
+    program = (
+        "import sys\nfrom engine.cli import main\n"
+        "assert main(sys.argv[1:]) == 2\n"
+        "print(sorted({'torch', 'numpy', 'fastapi', 'zmq', 'rich'} & set(sys.modules)))"
+    )
+    command = [sys.executable, "-c", program, words[0], str(path), *words[1:]]
+    output = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert output.stdout.strip() == "[]"
+    assert "model.path: got" in output.stderr
 
 
 def test_bench_runs_the_program_with_the_same_words(

@@ -112,7 +112,9 @@ def test_a_start_after_a_warm_up_compiles_nothing(
     settings = [*SMALL, f"compile.cache_dir={tmp_path / 'cache'}"]
     command = [str(TINY), *(word for text in settings for word in ("--set", text))]
     assert cli.main(["warmup", "--check", *command]) == 1
-    assert "nothing is cached" in capsys.readouterr().out
+    nothing, verdict = capsys.readouterr().out.splitlines()
+    assert "nothing is cached" in nothing
+    assert verdict.startswith("6 of 6 jobs are missing") and f"warmup {TINY} --set " in verdict
     assert cli.main(["warmup", "--export", str(tmp_path / "no" / "file"), *command]) == 2
     assert "folder is missing" in capsys.readouterr().err
     packed = tmp_path / "packed"
@@ -121,8 +123,17 @@ def test_a_start_after_a_warm_up_compiles_nothing(
     names = [f"{name} {v}" for name in ("decode 1", "decode 2", "extend 64") for v in VARIANTS]
     assert all(f"{name}  " in out for name in names) and out.count(" built ") == 6
     assert cli.main(["warmup", "--check", *command]) == 0
-    out = capsys.readouterr().out
-    assert all(f"hit   {name}" in out for name in names) and "miss" not in out
+    hit, verdict = capsys.readouterr().out.splitlines()
+    assert hit.startswith("hit: ") and verdict.endswith("a start finds all of 6 jobs")
+    (entry,) = (tmp_path / "cache").glob("*/objects/")
+    next(entry.iterdir()).write_bytes(b"")
+    assert cli.main(["warmup", "--check", *command]) == 1
+    hit, verdict = capsys.readouterr().out.splitlines()
+    assert hit.endswith("1 of them damaged") and verdict.startswith("files are damaged; to")
+    other = ["--set", "compile.decode_buckets=[1, 3]", "--set", "scheduler.max_running=3"]
+    assert cli.main(["warmup", "--check", *command, *other]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert "differs in" in lines[0] and lines[-1].startswith("6 of 6") and len(lines) < 12
 
     elsewhere = [*SMALL, f"compile.cache_dir={tmp_path / 'elsewhere'}"]
     command = [str(TINY), *(word for text in elsewhere for word in ("--set", text))]

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from engine import LLM, InvalidRequest, SamplingParams
 from engine.llm import TextDelta
@@ -81,9 +82,15 @@ def test_ctrl_c_within_a_step_ends_the_call_and_nothing_else(
 def test_what_is_no_prompt_is_refused_by_name() -> None:
     with LLM(TINY, ["log.progress=none"]) as llm:
         scalar = np.array(3)
-        for wrong in (5, None, [[1, "a"]], [{"prompt": "x"}], [1.5], b"text", {"a": 1}, scalar):
+        lists = ([[1, "a"]], [{"prompt": "x"}], [1.5], [True], [[1, False]], {"a": 1})
+        arrays = (scalar, np.array([True]), torch.tensor([True]), [torch.tensor(True)])
+        for wrong in (5, None, *lists, *arrays, b"text", bytearray(b"text"), memoryview(b"text")):
             with pytest.raises(InvalidRequest, match="prompt: got .*, allowed: .*token ids"):
                 llm.generate(wrong, progress=False)  # type: ignore[arg-type]
+        empties: list[Any] = ["", ["a", ""], [[]], np.array([[]], dtype=int)]
+        for empty in empties:
+            with pytest.raises(InvalidRequest, match="prompt: it is empty"):
+                llm.generate(empty, progress=False)
         with pytest.raises(InvalidRequest, match="max_tokens"):
             llm.generate([1], SamplingParams(max_tokens="5"))  # type: ignore[arg-type]
         assert llm.generate([], progress=False) == []
@@ -91,7 +98,13 @@ def test_what_is_no_prompt_is_refused_by_name() -> None:
         assert [len(o.token_ids) for o in llm.generate([[1], [2]], several)] == [1, 2]  # type: ignore[arg-type]
         with pytest.raises(InvalidRequest, match="params: allowed"):
             llm.generate([1], SamplingParams)  # type: ignore[arg-type]
-        if llm.tokenizer is not None:
-            for no_messages in ([], "hi", ["hi"], None):
-                with pytest.raises(InvalidRequest, match="messages"):
-                    llm.chat(no_messages)  # type: ignore[arg-type]
+        user = {"role": "user", "content": "hi"}
+        wrong_messages = ({"role": "foo", "content": "hi"}, {"role": "user"}, {"content": "hi"})
+        for no_messages in ([], "hi", ["hi"], None, *([user, wrong] for wrong in wrong_messages)):
+            with pytest.raises(InvalidRequest, match="messages") as caught:
+                llm.chat(no_messages)  # type: ignore[arg-type]
+        assert caught.value.param == "messages.1.role"
+        for too_long in (llm.generate, lambda text: llm.chat([{**user, "content": text}])):
+            with pytest.raises(InvalidRequest, match="prompt has at least .* tokens") as caught:
+                too_long("a" * 10**4)
+            assert caught.value.code == "context_length_exceeded"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 import subprocess
 import sys
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from engine import machine, preflight
+from engine.artefacts import prepare
+from engine.config import load_config
 from engine.errors import ConfigError
 from engine.preflight import load_to_start
 from tests.conftest import ROOT
@@ -54,6 +57,32 @@ def test_the_file_and_every_key_are_named(
     assert "device" not in refused(path)
 
 
+def test_what_the_models_own_config_forbids(tmp_path: Path) -> None:
+    tiny = TINY.parent / "hf" / "tiny-llama"  # 4 query heads, 2 of keys and values, 512 tokens
+    assert load_to_start(TINY, ["model.max_model_len=512", "parallel.tp=4"])
+    long, split = "model.max_model_len=513", "parallel.tp=3"
+    assert refused(TINY, long, split).splitlines() == [
+        f"--set {long}: model.max_model_len: got 513, allowed: at most 512, the model's own limit",
+        f"--set {split}: parallel.tp: got 3, but 4 query heads cannot be divided among 3 ranks",
+    ]
+    shutil.copy(tiny / "config.json", tmp_path)
+    real = ["model.load=auto", f"model.path={tmp_path}", long]
+    assert load_to_start(TINY, real)  # what counts may be in a GGUF file
+    (tmp_path / "model.safetensors").touch()
+    assert "got 513" in refused(TINY, *real)
+    for text in ("[", "[]", "{}", '{"architectures": ["GPT2LMHeadModel"]}'):
+        (tmp_path / "config.json").write_text(text)
+        assert load_to_start(TINY, real)  # the engine tells
+    (tmp_path / "config.json").unlink()
+    assert load_to_start(TINY, real)
+
+
+def test_an_engine_without_a_preflight_tells_the_same() -> None:
+    config = load_config(TINY, ["model.max_model_len=513", "parallel.tp=3"])
+    with pytest.raises(ConfigError, match=r"max_model_len: got 513, .*\nparallel.tp: got 3, "):
+        prepare(config)
+
+
 def test_a_hidden_gpu_and_a_missing_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert "CUDA_VISIBLE_DEVICES" in machine.why_no_cuda()
@@ -83,4 +112,5 @@ def test_the_server_tells_before_it_starts_anything_the_configuration_before_the
         busy = serve("--port", port)
         assert busy.returncode == 2
         (line,) = busy.stderr.splitlines()  # nothing of an engine that starts
-        assert f"127.0.0.1:{port}, which cannot be listened on" in line
+        assert f"127.0.0.1:{port}, which cannot be listened on: " in line
+        assert line.count(port) == 1

@@ -162,7 +162,6 @@ def test_no_compiler_means_eager_with_a_warning(caplog: pytest.LogCaptureFixture
     ("sections", "message"),
     [
         ({"device": "cuda"}, "device: got cuda, allowed: cpu or auto"),
-        ({"model": {"path": "x", "max_model_len": 2049}}, "got 2049, allowed: at most 2048"),
         (
             {"attention": {"extend": "fa2"}},
             "attention.extend: got 'fa2', allowed: auto or reference",

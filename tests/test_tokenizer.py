@@ -15,6 +15,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+from tokenizers.models import BPE, WordLevel
 
 from engine.chat_template import ChatTemplate
 from engine.config import ModelOptions
@@ -89,6 +92,80 @@ def tiny_gguf(path: Path, **changes: Any) -> Path:
 @settings(max_examples=100, deadline=None)
 def test_round_trip(text: str) -> None:
     assert TINY.decode(TINY.encode(text), skip_special_tokens=False) == text
+
+
+def merging_backend(*missing: int) -> Backend:
+    """Byte-level, of which tokens of up to 4 bytes come; some bytes have no token."""
+    lost = {byte_characters()[byte] for byte in missing}
+    tokens = [*(c for c in byte_characters() if c not in lost), "aa", "aaaa", "ĠĠ"]
+    backend = Backend(BPE({t: i for i, t in enumerate(tokens)}, [("a", "a"), ("aa", "aa")]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<|end|>"])
+    return backend
+
+
+def least_and_true(tokenizer: Tokenizer, text: str) -> tuple[int, int]:
+    """How many tokens the text is said to have at least, 0 if nothing is said; and how many."""
+    said = [0]
+    ids = tokenizer.encode(text, add_special_tokens=False, check=said.append)
+    return said[-1], len(ids)
+
+
+_TEXTS = st.lists(
+    st.sampled_from(["a", "aaaa", "<|end|>", " ", "1", "\x04", "é", "e\u0301", "\u212b"])
+)
+
+
+@given(text=st.one_of(st.text(max_size=50), _TEXTS.map("".join)))
+@settings(max_examples=300, deadline=None)
+def test_no_text_has_fewer_tokens_than_it_is_said_to_have(text: str) -> None:
+    splits: Any = [pre_tokenizers.Split("a", "isolated"), pre_tokenizers.Digits(True)]
+    backends = [merging_backend(), merging_backend(4, 0x31), merging_backend(), merging_backend()]
+    backends[2].normalizer = normalizers.NFC()
+    backends[3].pre_tokenizer = pre_tokenizers.Sequence([*splits, backends[3].pre_tokenizer])
+    for backend in backends:
+        least, true = least_and_true(Tokenizer(backend), text)
+        assert least <= true
+        loses = backend.normalizer is not None or backend.token_to_id("1") is None
+        assert loses or least >= len(text.encode()) / 7  # the longest: <|end|>
+
+
+def sentencepiece_like(backend: Backend) -> None:
+    backend.decoder = decoders.Metaspace()
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+
+
+def stripping(backend: Backend) -> None:
+    backend.add_special_tokens([AddedToken("<mask>", lstrip=True)])
+
+
+def removing(backend: Backend) -> None:
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(" ", "removed"), backend.pre_tokenizer]
+    )
+
+
+def whole_words(backend: Backend) -> None:
+    backend.model = WordLevel({"a": 0}, unk_token="a")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        sentencepiece_like,
+        stripping,
+        removing,
+        whole_words,
+        lambda backend: setattr(backend, "normalizer", normalizers.NFKC()),
+        lambda backend: setattr(backend, "normalizer", normalizers.Strip()),
+    ],
+)
+def test_nothing_is_said_where_a_text_may_lose_a_part(change: Any) -> None:
+    backend = merging_backend()
+    assert least_and_true(Tokenizer(backend), "a b" * 99)[0] > 0
+    change(backend)
+    assert least_and_true(Tokenizer(backend), "a b" * 99)[0] == 0
 
 
 def test_half_a_surrogate_pair_is_refused_and_the_tokenizer_lives() -> None:

@@ -1,1 +1,1 @@
-"""What each verb of the command line does: one module a verb, `run(args) -> exit status`."""
+"""What the command line's verbs do: one module a verb, `run(args, config) -> exit status`."""

@@ -11,15 +11,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.preflight import load_to_start
 
 SOURCE_TREE = Path(__file__).resolve().parents[2]
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace, _: EngineConfig) -> int:
     """Run the benchmark in a process of its own; its exit status is ours."""
-    load_to_start(args.config, args.overrides)
     program = SOURCE_TREE / "bench" / f"{args.what}.py"
     if not program.is_file():
         raise ConfigError(f"bench: no {program}; the benchmarks come with the source tree only")

@@ -7,11 +7,12 @@ import sys
 
 from engine.commands.conversation import HELP, converse, read_lines
 from engine.commands.opening import drawn, open_llm
+from engine.config import EngineConfig
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace, config: EngineConfig) -> int:
     """Load the model and talk until /exit or the end of the input."""
-    llm = open_llm(args)
+    llm = open_llm(config)
     try:
         params = llm.default_params(max_tokens=None, **drawn(args))
         terminal = sys.stdin.isatty()

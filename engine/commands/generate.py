@@ -9,6 +9,7 @@ import argparse
 import sys
 
 from engine.commands.opening import drawn, open_llm
+from engine.config import EngineConfig
 from engine.errors import InvalidRequest
 from engine.llm import LLM
 from engine.request import SamplingParams
@@ -17,12 +18,12 @@ from engine.request import SamplingParams
 MAX_TOKENS = 512
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace, config: EngineConfig) -> int:
     """Stream one prompt, or generate several as a batch."""
     prompts = args.prompts or [sys.stdin.read()]
     if not all(prompts):
         raise InvalidRequest("a prompt is empty")
-    llm = open_llm(args)
+    llm = open_llm(config)
     try:
         default = min(MAX_TOKENS, llm.engine.config.model.max_model_len // 2)
         params = llm.default_params(max_tokens=args.max_tokens or default, **drawn(args))

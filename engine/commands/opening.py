@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from engine.config import EngineConfig
 from engine.llm import LLM
-from engine.preflight import load_to_start
 from engine.terminal import ProgressDisplay
 
 
-def open_llm(args: argparse.Namespace) -> LLM:
-    """Load the model that the command line names; shows the resolved settings."""
-    config = load_to_start(args.config, args.overrides)
+def open_llm(config: EngineConfig) -> LLM:
+    """Load the model that a configuration names; shows the resolved settings."""
     llm = LLM(config)
     ProgressDisplay(config.log.progress).table("resolved", llm.engine.settings)
     return llm

@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import importlib
 
+from engine.config import EngineConfig
 from engine.engine_launch import launched
-from engine.preflight import load_to_start
 from engine.server.listener import listen
 
 
-def run(args: argparse.Namespace) -> int:
+def run(_: argparse.Namespace, config: EngineConfig) -> int:
     """Serve until SIGTERM or Ctrl-C."""
-    config = load_to_start(args.config, args.overrides)
     with listen(config.server.host, config.server.port) as listener, launched(config) as transport:
         # Imported by name, and only now: FastAPI takes a second, in which the engine starts.
         app = importlib.import_module("engine.server.app")

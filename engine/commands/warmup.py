@@ -7,30 +7,30 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 import time
 from pathlib import Path
 
 from compile_cache.archive import export, import_
-from compile_cache.store import CacheError, Miss, format_size, part_table
+from compile_cache.store import CacheError, Hit, format_size
 from compile_cache.warmup import jobs_table
 from engine.artefacts import Prepared, fingerprint_of, open_cache, prepare, store_of
 from engine.compile_jobs import VARIANTS, compile_jobs
 from engine.compiler import Compiler
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.preflight import load_to_start
 from engine.resolve import settings_of
 from engine.terminal import ProgressDisplay
 
 NOT_THERE = 1
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace, config: EngineConfig) -> int:
     """Check, or take in artefacts, compile, and hand artefacts out."""
-    config = load_to_start(args.config, args.overrides)
     if args.check:
-        return _check(config)
+        words = [word for text in args.overrides for word in ("--set", text)]
+        return _check(config, shlex.join(["fullgraph", "warmup", str(args.config), *words]))
     if not config.compile.cache:
         raise ConfigError("compile.cache: got false, allowed: true, for warmup fills the cache")
     try:
@@ -46,18 +46,21 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _check(config: EngineConfig) -> int:
+def _check(config: EngineConfig, remedy: str) -> int:
+    """Say what is missing, the verdict last; `remedy` is the command that builds it."""
     prepared = prepare(config)
-    fingerprint = fingerprint_of(prepared)
-    found = store_of(config).lookup(fingerprint)
-    print(part_table(fingerprint, found))
-    if isinstance(found, Miss):
-        return NOT_THERE
-    names, done = _names(prepared), found.manifest.jobs
-    for name in names:
-        print(f"{'hit ' if name in done else 'miss'}  {name}")
+    names, found = _names(prepared), store_of(config).lookup(fingerprint_of(prepared))
     print(found)
-    return NOT_THERE if found.damaged or set(names) - done.keys() else 0
+    done, damaged = (found.manifest.jobs, found.damaged) if isinstance(found, Hit) else ({}, {})
+    missing = [name for name in names if name not in done]
+    if done and missing:
+        print(f"missing: {', '.join(missing)}")
+    if not missing and not damaged:
+        print(f"nothing is missing: a start finds all of {len(names)} jobs")
+        return 0
+    what = f"{len(missing)} of {len(names)} jobs are missing" if missing else "files are damaged"
+    print(f"{what}; to build them: {remedy}")
+    return NOT_THERE
 
 
 def _compile(config: EngineConfig) -> None:

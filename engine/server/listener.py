@@ -19,7 +19,7 @@ def listen(host: str, port: int) -> socket.socket:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family, backlog=_BACKLOG)
     except OSError as error:
+        reason = (error.strerror or str(error)).partition(" (while")[0]  # which names the address
         raise ConfigError(
-            f"server.host, server.port: got {host}:{port}, which cannot be listened on: "
-            f"{error.strerror or error}"
+            f"server.host, server.port: got {host}:{port}, which cannot be listened on: {reason}"
         ) from None

@@ -1,12 +1,15 @@
-"""The four shapes of a completion's prompt: text, texts, token ids, lists of token ids."""
+"""The four shapes of a completion's prompt: text, texts, token ids, lists of token ids.
+
+What ids there may be, and how many, engine/admission.py says.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from engine.errors import InvalidRequest
-from engine.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, eq=False)
@@ -15,7 +18,7 @@ class Prompt:
 
     Attributes:
         text: as given; None when ids were given.
-        token_ids: at least one.
+        token_ids: its own, or as given.
     """
 
     text: str | None
@@ -23,12 +26,12 @@ class Prompt:
 
 
 def completion_prompts(
-    prompt: object, tokenizer: Tokenizer, *, max_prompts: int, add_special_tokens: bool
+    prompt: object, encode: Callable[[str], list[int]], max_prompts: int
 ) -> list[Prompt]:
     """The prompts, in order.
 
     Raises:
-        InvalidRequest: another shape, an empty prompt, or too many.
+        InvalidRequest: another shape, or too many.
     """
     if prompt is None:
         raise InvalidRequest.of("prompt", "this field is required")
@@ -42,24 +45,9 @@ def completion_prompts(
             "prompt", f"got {len(items)} prompts, allowed: at most {max_prompts}"
         )
     if all(isinstance(item, str) for item in items):
-        return [_text_prompt(item, tokenizer, add_special_tokens) for item in items]
+        return [Prompt(text, encode(text) if text else []) for text in items]
     if all(isinstance(item, list) for item in items):
-        return [_ids_prompt(item) for item in items]
+        return [Prompt(None, item) for item in items]
     raise InvalidRequest.of(
         "prompt", "a text, a list of texts, a list of token ids or a list of such lists is expected"
     )
-
-
-def _text_prompt(text: str, tokenizer: Tokenizer, add_special_tokens: bool) -> Prompt:
-    ids = tokenizer.encode(text, add_special_tokens=add_special_tokens) if text else []
-    if not ids:
-        raise InvalidRequest.of("prompt", "it is empty")
-    return Prompt(text, ids)
-
-
-def _ids_prompt(ids: list[Any]) -> Prompt:
-    if not set(map(type, ids)) <= {int}:  # parsed JSON: a bool has a type of its own
-        raise InvalidRequest.of("prompt", "token ids must be integers")
-    if not ids:
-        raise InvalidRequest.of("prompt", "it is empty")
-    return Prompt(None, ids)

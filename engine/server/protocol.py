@@ -9,10 +9,11 @@ nothing of HTTP or of the engine's state.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -23,9 +24,9 @@ from pydantic import ValidationError
 from engine.admission import RequestLimits, build_requests, check_params
 from engine.config import EngineConfig
 from engine.errors import InvalidRequest, NotFound
+from engine.messages import template_tools
 from engine.request import EngineRequest, Ready, SamplingParams
 from engine.server.errors import from_validation
-from engine.server.messages import template_messages, template_tools
 from engine.server.prompts import Prompt, completion_prompts
 from engine.server.schema import (
     Body,
@@ -183,12 +184,10 @@ def completion_job(body: bytes, context: Context) -> Job:
     scored = 0 if prompt_alone else logprobs  # of the prompt; 0 also lets max_tokens be 0
     params = _sampling_params(request, context, max_tokens, logprobs, scored if echo else None)
     check_params(params, context.limits)
-    prompts = completion_prompts(
-        request.prompt,
-        context.tokenizer,
-        max_prompts=context.config.server.max_prompts,
-        add_special_tokens=request.add_special_tokens is not False,
-    )
+    special = request.add_special_tokens is not False
+    tokenizer, check = context.tokenizer, context.limits.room
+    encode = functools.partial(tokenizer.encode, add_special_tokens=special, check=check)
+    prompts = completion_prompts(request.prompt, encode, context.config.server.max_prompts)
     requests = _engine_requests(prompts, params, context)
     return Job(
         kind="completion",
@@ -215,7 +214,7 @@ def chat_job(body: bytes, context: Context) -> Job:
     with _named(prompt="messages", logprobs="top_logprobs", max_tokens=limit):
         params = _sampling_params(request, context, getattr(request, limit), logprobs, None)
         check_params(params, context.limits)
-        prompts = [Prompt(None, chat_prompt(request, context.tokenizer))]
+        prompts = [Prompt(None, chat_prompt(request, context.tokenizer, context.limits.room))]
         requests = _engine_requests(prompts, params, context)
     return Job(
         kind="chat",
@@ -241,25 +240,24 @@ def _named(**names: str) -> Iterator[None]:
         raise InvalidRequest(message, param=param, code=error.code) from None
 
 
-def chat_prompt(request: ChatBody | TokenizeBody, tokenizer: Tokenizer) -> list[int]:
-    """Token ids of the messages of a request.
+def chat_prompt(
+    request: ChatBody | TokenizeBody, tokenizer: Tokenizer, check: Callable[[int], object] = int
+) -> list[int]:
+    """Token ids of the messages of a request; `check` is as in Tokenizer.encode().
 
     Raises:
         InvalidRequest: a message or tool that is wrong, or that the model's template refuses.
     """
-    template = tokenizer.chat_template
-    messages = template_messages(
-        request.messages or (), template.knows_role if template is not None else lambda role: True
-    )
     functions, choice = None, None
     if isinstance(request, ChatBody):
         functions, choice = request.functions, request.tool_choice or request.function_call
     return tokenizer.encode_chat(
-        messages,
+        request.messages or (),
         tools=template_tools(request.tools, functions, choice),
         add_generation_prompt=request.add_generation_prompt is not False,
         continue_final_message=bool(request.continue_final_message),
         variables=request.chat_template_kwargs,
+        check=check,
     )
 
 

@@ -18,7 +18,7 @@ from engine.config import EngineConfig
 from engine.engine_client import EngineClient, State
 from engine.errors import EngineDead, FullgraphError, Unavailable
 from engine.metrics import Metrics
-from engine.request import Ready, Stats
+from engine.request import Ready
 from engine.server.protocol import Context
 from engine.tokenizer import Tokenizer
 
@@ -175,19 +175,7 @@ class Service:
 
     async def render_metrics(self) -> bytes:
         """The text of /metrics, with the engine's own numbers where it answers."""
-        stats: Stats | None = None
+        stats: dict[str, Any] = {}
         with contextlib.suppress(Unavailable, EngineDead):
-            stats = await self.client.stats(timeout_s=_STATS_TIMEOUT_S)
-        gauges: dict[str, float] = {}
-        counters: dict[str, float] = {}
-        if stats is not None:
-            gauges = {name: getattr(stats, name) for name in _GAUGES}
-            counters = {name: getattr(stats, name) for name in _COUNTERS}
-        return self.metrics.render(self.client.num_open, gauges, counters)
-
-
-_GAUGES = ("running", "waiting", "pages_total", "pages_free", "pages_cached", "pages_held")
-_COUNTERS = (
-    *("steps_decode", "steps_extend", "eager_steps", "recompiles", "preemptions"),
-    *("prompt_tokens", "cached_prompt_tokens", "generated_tokens"),
-)
+            stats = msgspec.structs.asdict(await self.client.stats(timeout_s=_STATS_TIMEOUT_S))
+        return self.metrics.render(self.client.num_open, stats)

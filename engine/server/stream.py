@@ -49,6 +49,7 @@ class Frames:
 
     def __init__(self, job: Job, answer_id: str, tokenizer: Tokenizer) -> None:
         self._job, self._tokenizer = job, tokenizer
+        self._begun: set[int] = set()
         head = {"id": answer_id, "object": self.kind, "created": int(time.time())}
         self._head = b"data: " + _encode({**head, "model": job.model})[:-1] + b',"choices":['
         self._choice = self._head + b'{"index":'
@@ -68,17 +69,26 @@ class Frames:
         return b'%s],"usage":%s}\n\n' % (self._head, _encode(counts))
 
     def _delta(self, index: int, delta: Delta) -> bytes:
-        text, end = _encode(delta.text), self._end(delta)
+        text, end = _encode(delta.text), self._end(index, delta)
         return b'%s%d,"text":%s%s' % (self._choice, index, text, end)
 
-    def _end(self, delta: Delta) -> bytes:
+    def _begin(self, index: int) -> bytes:
+        """What a choice's first frame has besides: the prompt's token ids, if they are wanted."""
+        self._begun.add(index)
+        if not self._job.return_token_ids:
+            return b""
+        ids = self._job.prompts[index // self._job.params.n].token_ids
+        return b',"prompt_token_ids":' + _encode(ids)
+
+    def _end(self, index: int, delta: Delta) -> bytes:
         """What follows the text; nearly always the same."""
         if delta.finish_reason is None and not self._has_more:
             return self._open_end
         reason = b"null" if delta.finish_reason is None else b'"%s"' % delta.finish_reason.encode()
         ids = b""
         if self._job.return_token_ids:
-            ids = b',"token_ids":' + _encode(delta.token_ids)
+            first = b"" if index in self._begun else self._begin(index)
+            ids = b',"token_ids":' + _encode(delta.token_ids) + first
         logprobs = _encode(logprobs_of(self._job, delta, self._tokenizer))
         return b',"logprobs":%s,"finish_reason":%s%s}%s' % (logprobs, reason, ids, self._tail)
 
@@ -88,19 +98,16 @@ class ChatFrames(Frames):
 
     kind = "chat.completion.chunk"
 
-    def __init__(self, job: Job, answer_id: str, tokenizer: Tokenizer) -> None:
-        super().__init__(job, answer_id, tokenizer)
-        self._begun: set[int] = set()
-
     def _delta(self, index: int, delta: Delta) -> bytes:
+        role = b"" if index in self._begun else self._role(index)
         content = b'{"content":%s}' % _encode(delta.text) if delta.text else b"{}"
-        frame = b'%s%d,"delta":%s%s' % (self._choice, index, content, self._end(delta))
-        return frame if index in self._begun else self._role(index) + frame
+        end = self._end(index, delta)
+        return b'%s%s%d,"delta":%s%s' % (role, self._choice, index, content, end)
 
     def _role(self, index: int) -> bytes:
-        self._begun.add(index)
-        role = b'{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
-        return b'%s%d,"delta":%s%s' % (self._choice, index, role, self._tail)
+        role = b'{"role":"assistant","content":""},"logprobs":null,"finish_reason":null'
+        end = self._begin(index) + b"}" + self._tail
+        return b'%s%d,"delta":%s%s' % (self._choice, index, role, end)
 
 
 def frames(job: Job, answer_id: str, tokenizer: Tokenizer) -> Frames:

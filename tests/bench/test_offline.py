@@ -14,6 +14,7 @@ from bench import offline, peers
 from bench.offline import COUNTERS, counted, fit, params_for, step_times, timed
 from bench.workloads import Job, uniform
 from engine.request import SamplingParams, Stats
+from tests.conftest import ROOT
 
 
 class FakeLLM:
@@ -115,6 +116,31 @@ def test_comparison(
     assert result["rows"][0]["HF ms/token"] == pytest.approx(100)
     assert result["beyond_weights_and_kv_bytes"] == 400
     assert "one request" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ([], "model.max_model_len: room for 512 tokens, needed: 20"),
+        (["--steps", "--set", "model.max_model_len=383"], "max_model_len: room for 383 tokens, ne"),
+        (["--steps", "--set", "kv.num_pages=23"], "kv: room for 368 tokens, needed: 384, of"),
+        (["--set", "kv.page_size=0"], "--set kv.page_size=0: kv.page_size: got 0"),
+    ],
+)
+def test_what_is_too_small_is_told_in_a_line(
+    words: list[str], line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = [
+        str(ROOT / "configs/tiny_random.yaml"),
+        "--set",
+        "log.progress=none",
+        "--results",
+        str(tmp_path),
+    ]
+    assert offline.main([*config, *words]) == 2
+    told = capsys.readouterr().err.strip()
+    assert told.startswith("bench.offline: ") and line in told and "\n" not in told
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_workload_is_run_three_times_with_other_ids(llm: Any) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.report import GpuClock, cpu_name, environment, percentile, save, summary, table
+from bench.report import RESULTS, GpuClock, cpu_name, environment, percentile, save, summary, table
 
 
 def test_percentiles() -> None:
@@ -78,3 +78,11 @@ def test_no_gpu_has_no_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     with GpuClock() as clock:
         pass
     assert clock.seen == {}
+
+
+def test_results_are_as_a_bench_wrote_them() -> None:
+    """Older ones have no commit, those of two are lists; one put together by hand had less."""
+    written = environment().keys() - {"commit"}
+    results = {file: json.loads(file.read_text()) for file in RESULTS.rglob("*.json")}
+    heads = {file: r["environment"] for file, r in results.items() if isinstance(r, dict)}
+    assert heads and not [file.name for file, head in heads.items() if written - head.keys()]

@@ -13,7 +13,7 @@ import pytest
 from compile_cache.files import is_safe_name, make_folder
 from compile_cache.fingerprint import Fingerprint
 from compile_cache.manifest import MANIFEST, OBJECTS
-from compile_cache.store import Hit, Miss, Store, part_table
+from compile_cache.store import Hit, Miss, Store
 from tests.compile_cache.entries import HERE, OTHER, Warnings, fill, inductor_file, objects
 
 
@@ -49,21 +49,6 @@ def test_a_miss_names_the_nearest_entry_and_both_values(store: Store) -> None:
     assert isinstance(miss, Miss)
     assert [d.part for d in miss.differences] == ["torch"]
     assert '"2.11.0" there, "2.13.0" here' in str(miss)
-
-
-def test_a_line_for_each_part(store: Store) -> None:
-    assert "nothing is cached" in part_table(HERE, store.lookup(HERE))
-    fill(store, Fingerprint({"torch": "2.11.0", "config.parallel.tp": 1, "old": True}))
-    assert part_table(HERE, store.lookup(HERE)).splitlines() == [
-        'miss  torch: "2.11.0" there, "2.13.0" here',
-        "hit   config.parallel.tp: 1",
-        "miss  old: True there, None here",
-    ]
-    fill(store)
-    assert part_table(HERE, store.lookup(HERE)).splitlines() == [
-        'hit   torch: "2.13.0"',
-        "hit   config.parallel.tp: 1",
-    ]
 
 
 def test_nothing_is_stored_before_seal_and_close_leaves_no_folder(store: Store) -> None:

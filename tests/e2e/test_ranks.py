@@ -25,7 +25,7 @@ from compile_cache.store import Hit
 from engine import cli, rank_process
 from engine.artefacts import fingerprint_of, prepare, store_of
 from engine.config import EngineConfig, ModelOptions, ParallelOptions, load_config
-from engine.errors import ConfigError, EngineDead, ModelError
+from engine.errors import ConfigError, EngineDead
 from engine.llm import LLM
 from engine.memory import smallest_free
 from engine.rank_leader import STOP, WARM
@@ -232,7 +232,7 @@ def config_of(folder: Path, tp: int) -> EngineConfig:
 
 def test_heads_that_ranks_do_not_divide(tmp_path: Path) -> None:
     before = children_of(os.getpid())
-    with pytest.raises(ModelError, match="parallel.tp 3: 4 query heads cannot be divided"):
+    with pytest.raises(ConfigError, match="parallel.tp: got 3, but 4 query heads cannot be div"):
         start_engine(config_of(tmp_path, 3), lambda *_: None)
     assert set(children_of(os.getpid())) <= set(before)
 

@@ -15,7 +15,7 @@ from models.errors import UnsupportedModel
 from models.inputs import TensorParallel
 from models.param_spec import ParamSpec, leaves
 from models.registry import param_specs
-from models.sharding import check, local_shape, part_slices, placement
+from models.sharding import local_shape, part_slices, placement
 from models.weights import load_params, resolve_checkpoint
 from tests.e2e.tiny_models import FAMILIES, VOCAB, hf_config, save_model
 from tests.models.harness import load
@@ -123,9 +123,9 @@ def test_vocab_is_padded_alike_on_all_ranks() -> None:
 def test_heads_that_cannot_be_shared_out(heads: int, kv_heads: int, size: int, word: str) -> None:
     model = model_of(heads=heads, kv_heads=kv_heads, hidden_size=48)
     with pytest.raises(UnsupportedModel, match=word):
-        check(model, TensorParallel(0, size, "tp"))
+        model.check_ranks(size)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(12, 4, 2), (12, 2, 4), (9, 3, 9)])
 def test_heads_that_can(heads: int, kv_heads: int, size: int) -> None:
-    check(model_of(heads=heads, kv_heads=kv_heads, hidden_size=36), TensorParallel(0, size, "tp"))
+    model_of(heads=heads, kv_heads=kv_heads, hidden_size=36).check_ranks(size)

@@ -120,6 +120,31 @@ def test_streamed_chat(target: Target) -> None:
     using(target, test)
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_streams_first_chunks_have_the_prompts_ids_as_whole_answers_do(
+    target: Target, path: str
+) -> None:
+    async def test(t: Target) -> None:
+        body: dict[str, Any] = {"prompt": ["say:hi", "say:ho"], "n": 2, "return_token_ids": True}
+        if "chat" in path:
+            body |= {"messages": [{"role": "user", "content": "say:hi"}]}
+        whole = (await t.post(path, body)).json()["choices"]
+        assert len(whole) == (2 if "chat" in path else 4)
+        first: dict[int, Any] = {}
+        rest = []
+        for chunk in await events(t, path, **body):
+            (choice,) = chunk["choices"]
+            rest += [choice] if choice["index"] in first else []
+            first.setdefault(choice["index"], choice)
+        for choice in whole:
+            assert first[choice["index"]]["prompt_token_ids"] == choice["prompt_token_ids"] != []
+        assert rest and all("prompt_token_ids" not in choice for choice in rest)
+        plain = await events(t, path, **{**body, "return_token_ids": False})
+        assert "prompt_token_ids" not in str(plain)
+
+    using(target, test)
+
+
 def test_usage_chunks(target: Target) -> None:
     async def test(t: Target) -> None:
         body = {"messages": [{"role": "user", "content": "say:hi"}], "max_tokens": 2, "n": 2}

@@ -286,6 +286,15 @@ def test_metrics() -> None:
                 "fullgraph_engine_preemptions_total 0.0",
             ):
                 assert line in lines
+            texts = {
+                name.removesuffix("_total").removesuffix("_created"): text
+                for _, kind, name, text in (line.split(" ", 3) for line in lines if line[0] == "#")
+                if kind == "HELP"
+            }
+            assert len(set(texts.values())) == len(texts) > 20, "each has one of its own"
+            for name, text in texts.items():
+                assert text[0].isupper() and text.endswith(".")
+                assert text[:-1].lower() not in name.replace("_", " ")
 
     asyncio.run(run())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import InvalidRequest, NotFound, RequestError
+from engine.messages import template_messages, template_tools
 from engine.request import EngineRequest, Ready
-from engine.server.messages import template_messages, template_tools
 from engine.server.protocol import Context, Job, chat_job, completion_job
 from engine.tokenizer import Tokenizer
 from tests.server.fake_engine import VOCAB_SIZE
@@ -130,6 +131,20 @@ def test_a_small_pool_clamps_and_refuses() -> None:
         completion(small, prompt=[5] * 20)
     with pytest.raises(InvalidRequest, match=r"65 tokens.*64"):
         completion(prompt=[5] * 65)
+
+
+def test_a_text_that_cannot_fit_is_not_tokenised() -> None:
+    tokenizer = byte_level_tokenizer()
+    tokenizer.backend = SimpleNamespace(normalizer=None)  # type: ignore[assignment]
+    long, words = "a" * 999, r"has at least \d+ tokens and this model's context is 64 tokens"
+    with pytest.raises(InvalidRequest, match=words) as caught:
+        completion(context(tokenizer), prompt=[long, "b"])
+    assert (caught.value.param, caught.value.code) == ("prompt", "context_length_exceeded")
+    with pytest.raises(InvalidRequest, match=words) as caught:
+        chat(context(tokenizer), messages=[{"role": "user", "content": long}])
+    assert (caught.value.param, caught.value.code) == ("messages", "context_length_exceeded")
+    with pytest.raises(InvalidRequest, match="the prompt has 70 tokens .* at least 1 must be left"):
+        completion(prompt="a" * 70)  # the longest token has 5 bytes
 
 
 def test_echo_and_scores() -> None:
