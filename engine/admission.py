@@ -22,6 +22,7 @@ import msgspec
 from engine.config import EngineConfig
 from engine.errors import InvalidRequest
 from engine.request import EngineRequest, SamplingParams
+from engine.structured_outputs import grammar_of
 
 GREEDY_BELOW = 1e-5  # temperatures below this are greedy
 _SEED_BITS = 64
@@ -114,6 +115,10 @@ def build_requests(
         raise _refused("stop_token_ids", len(stop_ids), f"at most {limits.max_stop_ids} in all")
     seed = _SEEDS.getrandbits(_SEED_BITS) if params.seed is None else params.seed
     greedy = params.temperature < GREEDY_BELOW
+    grammar = "" if params.structured_outputs is None else grammar_of(params.structured_outputs)
+    if grammar and not any(token_id < limits.vocab_size for token_id in eos_ids):
+        reason = "the model has no tokenizer with an end-of-sequence token, which ends an answer"
+        raise InvalidRequest.of("structured_outputs", reason)
     return [
         EngineRequest(
             request_id=new_id(),
@@ -133,6 +138,7 @@ def build_requests(
             logprobs=-1 if params.logprobs is None else params.logprobs,
             prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
             priority=params.priority,
+            grammar=grammar,
         )
         for choice in range(params.n)
     ]

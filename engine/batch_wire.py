@@ -12,13 +12,20 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from engine.scheduler.batch import NUM_FLOATS, NUM_INTS, ScheduledBatch, SlotAdmission
+from engine.scheduler.batch import NUM_FLOATS, NUM_INTS, ScheduledBatch, SlotAdmission, SlotMask
 
 _DTYPES = {"I32": np.dtype(np.int32), "F32": np.dtype(np.float32)}
 _WIDTHS = {"sampling_floats": NUM_FLOATS, "sampling_ints": NUM_INTS}
-_FIELDS = tuple((f.name, _DTYPES.get(str(f.type))) for f in dataclasses.fields(ScheduledBatch))
-_ADMISSION = tuple((f.name, _DTYPES.get(str(f.type))) for f in dataclasses.fields(SlotAdmission))
 _Fields = tuple[tuple[str, Any], ...]
+
+
+def _fields_of(kind: type[Any]) -> _Fields:
+    return tuple((f.name, _DTYPES.get(str(f.type))) for f in dataclasses.fields(kind))
+
+
+_FIELDS = _fields_of(ScheduledBatch)
+# Of the batch's last fields, tuples of these.
+_PARTS = {kind: _fields_of(kind) for kind in (SlotAdmission, SlotMask)}
 
 
 def _to_list(item: Any, fields: _Fields) -> list[Any]:
@@ -40,12 +47,14 @@ def _from_list(values: list[Any], fields: _Fields) -> dict[str, Any]:
 def encode(batch: ScheduledBatch) -> bytes:
     """The batch as bytes; some microseconds."""
     values = _to_list(batch, _FIELDS)
-    values[-1] = [_to_list(admission, _ADMISSION) for admission in batch.admissions]
+    for index, part in enumerate(_PARTS.values(), -len(_PARTS)):
+        values[index] = [_to_list(item, part) for item in values[index]]
     return msgspec.msgpack.encode(values)
 
 
 def decode(data: bytes) -> ScheduledBatch:
     """What `encode` was given."""
-    named = _from_list(msgspec.msgpack.decode(data), _FIELDS)
-    admissions = (SlotAdmission(**_from_list(a, _ADMISSION)) for a in named["admissions"])
-    return ScheduledBatch(**{**named, "admissions": tuple(admissions)})
+    values = msgspec.msgpack.decode(data)
+    for index, (kind, part) in enumerate(_PARTS.items(), -len(_PARTS)):
+        values[index] = tuple(kind(**_from_list(item, part)) for item in values[index])
+    return ScheduledBatch(**_from_list(values, _FIELDS))

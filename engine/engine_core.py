@@ -12,10 +12,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import msgspec
 
+from engine.errors import InvalidRequest, ModelError
+from engine.grammars import Grammars, TokenGuide
 from engine.graph_runner import Pending
 from engine.output_processor import OutputProcessor
 from engine.request import EngineRequest, RequestFailed, Stats, StepOutput
@@ -36,6 +39,19 @@ class _InFlight:
     pending: Pending
 
 
+@dataclass(frozen=True, eq=False)
+class _Held:
+    """A request that the scheduler has not been given yet, and the guide that it waits for."""
+
+    request: EngineRequest
+    guide: Future[TokenGuide] | None
+
+    def is_ready(self, has_full: bool) -> bool:
+        if self.guide is not None and not self.guide.done():
+            return False
+        return has_full or not may_need_full(self.request)
+
+
 class EngineCore:
     """Scheduler, worker and output processor around one step loop.
 
@@ -43,15 +59,24 @@ class EngineCore:
         scheduler: decides what runs.
         worker: runs it; anything with `launch(batch) -> Pending`.
         overlap: launch step k+1 before the tokens of step k are known.
+        grammars: makes the guides of requests with a grammar.
     """
 
-    def __init__(self, scheduler: Scheduler, worker: Worker, *, overlap: bool) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        worker: Worker,
+        *,
+        overlap: bool,
+        grammars: Grammars | None = None,
+    ) -> None:
         self.scheduler = scheduler
         self.worker = worker
         self._overlap = overlap
         self._outputs = OutputProcessor(scheduler)
         self._in_flight: _InFlight | None = None
-        self._held: list[EngineRequest] = []
+        self._grammars = grammars
+        self._held: list[_Held] = []
         self._told = False
 
     @property
@@ -61,20 +86,20 @@ class EngineCore:
 
     def add(self, requests: Sequence[EngineRequest]) -> list[RequestFailed]:
         """Queue requests; those that can never run come back as failures."""
-        self._held.extend(requests)
+        self._held.extend(_Held(request, self._start_guide(request)) for request in requests)
         refused = self._release()
-        if self._held and not self._told:
+        if self._held and not self._told and not self.worker.is_ready("full"):
             self._told = True
             logger.warning(
-                "requests with penalties, logprobs or logit bias wait: what they need is still "
-                "being compiled (`fullgraph warmup` does so beforehand)"
+                "requests with penalties, logprobs, logit bias or a grammar wait: what they need "
+                "is still being compiled (`fullgraph warmup` does so beforehand)"
             )
         return refused
 
     def abort(self, request_ids: Sequence[int]) -> None:
         """Drop requests, running or waiting; unknown ids are ignored."""
         ids = set(request_ids)
-        self._held = [request for request in self._held if request.request_id not in ids]
+        self._held = [held for held in self._held if held.request.request_id not in ids]
         self.scheduler.abort(request_ids)
 
     def step(self) -> tuple[StepOutput | None, list[RequestFailed]]:
@@ -100,18 +125,39 @@ class EngineCore:
         return self.worker.warm_next()
 
     def _release(self) -> list[RequestFailed]:
-        """Hand requests to the scheduler, but for those whose graphs are still being compiled."""
+        """Hand requests to the scheduler, but for those whose graphs are still being compiled, or
+        whose grammar is still being read.
+        """
         ready = self.worker.is_ready("full")
-        released = [r for r in self._held if ready or not may_need_full(r)]
-        self._held = [r for r in self._held if not ready and may_need_full(r)]
-        failures = (self.scheduler.add(request) for request in released)
+        released = [held for held in self._held if held.is_ready(ready)]
+        self._held = [held for held in self._held if not held.is_ready(ready)]
+        failures = (self._hand_over(held) for held in released)
         return [failure for failure in failures if failure is not None]
+
+    def _hand_over(self, held: _Held) -> RequestFailed | None:
+        try:
+            guide = held.guide.result() if held.guide is not None else None
+        except (InvalidRequest, ModelError) as error:
+            status = 400 if isinstance(error, InvalidRequest) else 500
+            return RequestFailed(held.request.request_id, str(error), status)
+        return self.scheduler.add(held.request, guide)
+
+    def _start_guide(self, request: EngineRequest) -> Future[TokenGuide] | None:
+        if not request.grammar:
+            return None
+        assert self._grammars is not None, "an engine without grammars"
+        return self._grammars.start(request.grammar)
 
     def _launch(self) -> _InFlight | None:
         batch = self.scheduler.schedule()
         if batch is None:
             return None
         return _InFlight(batch, self.worker.launch(batch))
+
+    def close(self) -> None:
+        """Stop what runs beside the steps."""
+        if self._grammars is not None:
+            self._grammars.close()
 
     def stats(self, check: bool = False) -> Stats:
         """Counters and gauges; with `check`, integrity of pages and tree too (only judged as a

@@ -34,7 +34,6 @@ class StepTensors:
     kv_cache: KVCache
     state: StepState
     sampling_state: SamplingState
-    grammar_LW: Tensor | None = None
 
 
 @dataclass
@@ -97,7 +96,7 @@ class Program:
 
     def _call(self, inputs: StepInputs) -> Tensor:
         t = self._tensors
-        out = self._step(t.params, t.kv_cache, t.state, t.sampling_state, t.grammar_LW, inputs)
+        out = self._step(t.params, t.kv_cache, t.state, t.sampling_state, inputs)
         return out.packed_LC
 
 

@@ -24,10 +24,10 @@ from engine.attention_plan import AttentionPlanner
 from engine.compile_jobs import VARIANTS, hint
 from engine.compiled import CompileLog
 from engine.graph_programs import Counters, Program, StepTensors
-from engine.scheduler.batch import I32, Kind, ScheduledBatch, SlotAdmission, StepResult, Variant
+from engine.scheduler.batch import I32, Kind, ScheduledBatch, StepResult, Variant
 from engine.step_inputs import Bucket, empty_batch, pack, views
 from models.inputs import StepInputs
-from models.sampling import admit
+from models.sampling import admit, allow
 
 _POLL_S = 0.02
 
@@ -272,7 +272,7 @@ class GraphRunner:
 
     @torch.no_grad()
     def _run_cpu(self, bucket: Bucket, batch: ScheduledBatch, turn: int) -> StepResult:
-        self._admit(batch.admissions)
+        self._admit(batch)
         packed = self._programs[bucket.kind, batch.variant].run(bucket, self._inputs[turn][bucket])
         return parse_result(packed.numpy(), batch.num_logit_rows, batch.variant)
 
@@ -286,7 +286,7 @@ class GraphRunner:
             self._planner.plan(bucket, batch)
         self._buffer[:length].copy_(host[:length], non_blocking=True)
         self._copied[turn].record()
-        self._admit(batch.admissions)
+        self._admit(batch)
         packed = self._programs[bucket.kind, batch.variant].run(bucket, self._inputs[0][bucket])
         out = self._out_buffer(turn, packed)
         out.copy_(packed, non_blocking=True)
@@ -300,8 +300,9 @@ class GraphRunner:
             self._out[key] = torch.empty(packed.shape, dtype=torch.int32, pin_memory=True)
         return self._out[key]
 
-    def _admit(self, admissions: Sequence[SlotAdmission]) -> None:
-        for a in admissions:
+    def _admit(self, batch: ScheduledBatch) -> None:
+        """The per-slot state that the step begins with."""
+        for a in batch.admissions:
             admit(
                 self._tensors.sampling_state,
                 a.slot,
@@ -311,6 +312,10 @@ class GraphRunner:
                 a.bias_values,
                 a.stop_ids,
             )
+        if batch.masks:
+            slots = np.array([mask.slot for mask in batch.masks], np.int32)
+            words = np.stack([mask.words for mask in batch.masks])
+            allow(self._tensors.sampling_state, slots, words)
 
 
 def _warm_order(buckets: Sequence[Bucket]) -> list[Bucket]:

@@ -51,16 +51,17 @@ class OutputProcessor:
         slots, ids, targets = batch.logit_slots, result.token_ids, batch.logit_targets
         if len(ids) and ids.min() < 0:
             failed += self._fail(batch, ids)
+        ended = self._advance_guides(batch, ids, failed) if tables.guides else set()
         alive = tables.alive[slots]
         if batch.kind == "decode":
             self._store(slots, batch.logit_positions, ids)
-            output = self._draws(batch, result, alive.nonzero()[0], [])
+            output = self._draws(batch, result, alive.nonzero()[0], [], ended)
         else:
             drawn = targets == DRAW
             self._store(slots[drawn], batch.logit_positions[drawn], ids[drawn])
             # Scores first: a draw can end the request and give its slot away.
             scores = self._scores(batch, result, np.flatnonzero((targets >= 0) & alive))
-            output = self._draws(batch, result, np.flatnonzero(drawn & alive), scores)
+            output = self._draws(batch, result, np.flatnonzero(drawn & alive), scores, ended)
             for row in np.flatnonzero((targets == DRAW_AND_DISCARD) & alive).tolist():
                 self._finish(int(slots[row]), FINISH_LENGTH, -1, output)
         scheduler.release_drained()
@@ -82,6 +83,23 @@ class OutputProcessor:
                 self._scheduler.end(state)
         return failed
 
+    def _advance_guides(
+        self, batch: ScheduledBatch, ids: I32, failed: list[RequestFailed]
+    ) -> set[int]:
+        """Slots whose grammar is at its end; requests whose grammar cannot go on fail."""
+        ended, tables = set(), self._tables
+        drawn = (batch.logit_targets == DRAW) & tables.alive[batch.logit_slots]
+        for row in np.flatnonzero(drawn & np.isin(batch.logit_slots, list(tables.guides))).tolist():
+            slot = int(batch.logit_slots[row])
+            guide, state = tables.guides[slot], self._state_at(slot)
+            if guide.advance(int(ids[row])):
+                ended.add(slot)
+            elif guide.error:
+                message = f"structured_outputs: {guide.error}"
+                failed.append(RequestFailed(state.request.request_id, message, 400))
+                self._scheduler.end(state)
+        return ended
+
     def _store(self, slots: I32, positions: I32, ids: I32) -> None:
         """Drawn ids into the token table; those of ended requests too, whose pages go to the prefix
         tree by id.
@@ -89,7 +107,12 @@ class OutputProcessor:
         self._tables.tokens[slots, positions] = ids
 
     def _draws(
-        self, batch: ScheduledBatch, result: StepResult, rows: Rows, scores: list[PromptScores]
+        self,
+        batch: ScheduledBatch,
+        result: StepResult,
+        rows: Rows,
+        scores: list[PromptScores],
+        ended: set[int],
     ) -> StepOutput:
         """Report the tokens of these logit rows and end requests that are done."""
         tables = self._tables
@@ -103,10 +126,15 @@ class OutputProcessor:
         stops = (tables.stop_ids[slots] == ids[:, None]).any(axis=1)
         if tables.min_tokens.any():
             stops &= lengths - tables.num_prompt[slots] > tables.min_tokens[slots]
-        for index in (stops | (lengths >= tables.limit[slots])).nonzero()[0].tolist():
+        done = stops | (lengths >= tables.limit[slots])
+        if ended:
+            done |= np.isin(slots, list(ended))
+        for index in done.nonzero()[0].tolist():
             slot = int(slots[index])
             if stops[index]:
                 self._finish(slot, FINISH_STOP, token_ids[index], output)
+            elif slot in ended:
+                self._finish(slot, FINISH_STOP, -1, output)
             else:
                 self._finish(slot, FINISH_LENGTH, -1, output)
         return output

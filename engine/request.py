@@ -11,11 +11,33 @@ nothing of tokenizers, HTTP, torch or the scheduler's own state: a leaf.
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 FINISH_STOP = "stop"
 FINISH_LENGTH = "length"
 FINISH_ABORT = "abort"
+
+
+class StructuredOutputs(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
+):
+    """What an answer must look like: exactly one of these. The names are vLLM's.
+
+    Attributes:
+        json: a JSON schema, as an object or as text.
+        json_object: any JSON object.
+        regex: a regular expression (of Rust's regex crate) that the whole answer matches.
+        choice: the answer is one of these texts.
+        grammar: a context-free grammar in Lark's notation, as llguidance reads it.
+    """
+
+    json: dict[str, Any] | str | None = None
+    json_object: bool = False
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,6 +66,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         prompt_logprobs: the same for the prompt's tokens (echo with logprobs).
         skip_special_tokens: leave special tokens out of the text.
         priority: lower runs earlier under the `priority` policy.
+        structured_outputs: what the answer must look like; it may still be cut off by max_tokens or
+            a stop string.
     """
 
     n: int = 1
@@ -65,6 +89,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     priority: int = 0
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):  # its letters would be stops, each
@@ -84,6 +109,7 @@ class EngineRequest(msgspec.Struct, frozen=True, array_like=True):
             stop_token_ids).
         seed: unsigned 64-bit.
         logprobs / prompt_logprobs: as in SamplingParams, -1 for None.
+        grammar: of llguidance, which the answer follows; "" for none.
     """
 
     request_id: int
@@ -103,6 +129,7 @@ class EngineRequest(msgspec.Struct, frozen=True, array_like=True):
     logprobs: int = -1
     prompt_logprobs: int = -1
     priority: int = 0
+    grammar: str = ""
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -153,7 +180,8 @@ class Finished(msgspec.Struct, frozen=True, array_like=True):
     """A request's end.
 
     Attributes:
-        reason: "stop" (a stop id was sampled; it is the last id sent) or "length".
+        reason: "stop" (a stop id was sampled, which is the last id sent, or a grammar is at its
+            end) or "length".
         stop_id: the stop id that ended it, or -1.
         num_cached_tokens: prompt tokens taken from the prefix cache.
     """

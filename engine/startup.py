@@ -26,12 +26,14 @@ from engine.compiler import LOW_PRIORITY, Compiler
 from engine.config import EngineConfig
 from engine.engine_core import EngineCore
 from engine.errors import ModelError
+from engine.grammars import Grammars
 from engine.limits import scheduler_limits
 from engine.rank_leader import Leader, OnFatal
 from engine.ranks import Ranks, check_devices
 from engine.resolve import ResolvedConfig, settings_of
 from engine.scheduler.scheduler import Scheduler
 from engine.step_compiler import Setup
+from engine.tokenizer import load_tokenizer
 from engine.worker import ProgressCallback, Worker
 from engine.world import rank_zero
 from models.config import ModelConfig
@@ -66,6 +68,7 @@ class Engine:
     def close(self) -> None:
         """Free graphs, threads, memory and ranks, in this order: NCCL waits for graphs."""
         self.ranks.stop()
+        self.core.close()
         self.worker.close()
         self.cache.close()
         self.ranks.close()
@@ -176,7 +179,8 @@ def start_engine(
     wave = chunk_wave(worker.device, num_heads, model.head_dim)
     share = num_kv_heads / num_heads
     scheduler = Scheduler(scheduler_limits(resolved, num_pages, model.vocab_size, share, wave))
-    core = EngineCore(scheduler, worker, overlap=resolved.scheduler.overlap)
+    grammars = Grammars(lambda: load_tokenizer(config.model), model.vocab_size)
+    core = EngineCore(scheduler, worker, overlap=resolved.scheduler.overlap, grammars=grammars)
     _write_phases(worker, time.perf_counter() - begin)
     # What is alive now stays alive: the collector would walk it all, a second each time.
     gc.collect()

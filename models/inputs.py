@@ -42,7 +42,8 @@ class SamplingState(NamedTuple):
     counts_SV: int32 [S + 1, V] occurrences in the output; seen_SV: bool [S + 1, V] token occurs in
         the prompt or output;
     bias_ids_SN / bias_values_SN: [S + 1, N] logit bias, id -1 is empty; stop_ids_SM: int32 [S + 1,
-        M], -1 is empty.
+        M], -1 is empty;
+    grammar_SW: int32 [S + 1, ceil(V / 32)], bit i of word w set: id 32 w + i may come next.
     """
 
     counts_SV: Tensor
@@ -50,6 +51,7 @@ class SamplingState(NamedTuple):
     bias_ids_SN: Tensor
     bias_values_SN: Tensor
     stop_ids_SM: Tensor
+    grammar_SW: Tensor
 
 
 class StepInputs(NamedTuple):

@@ -52,7 +52,6 @@ def sample(
     inputs: StepInputs,
     state: StepState,
     sampling_state: SamplingState | None,
-    grammar_LW: Tensor | None,
     max_logprobs: int,
 ) -> StepOutputs:
     """Draw (or score) one token per logit row.
@@ -66,8 +65,6 @@ def sample(
             not finite).
         sampling_state: "full" only; counts_SV and seen_SV are mutated for drawn rows with
             FLAG_COUNT.
-        grammar_LW: int32 [L, ceil(V / 32)], bit i of word w set: id 32 w + i is allowed; or None
-            for no guided row.
         max_logprobs: K, alternatives reported per row in "full".
 
     Returns:
@@ -77,7 +74,7 @@ def sample(
     temperature_L = floats_LF[:, TEMPERATURE]
     if variant == "full":
         assert sampling_state is not None
-        logits_LV = _adjust(logits_LV.float(), inputs, sampling_state, grammar_LW)
+        logits_LV = _adjust(logits_LV.float(), inputs, sampling_state)
         # A scored row needs no filters, which cost time.
         temperature_L = torch.where(inputs.logit_targets_L >= 0, 0.0, temperature_L)
     threshold_L = filter_threshold(
@@ -128,9 +125,7 @@ def _flag(inputs: StepInputs, flag: int) -> Tensor:
 # --- full: the logits that are reported -----------------------------------------------------------
 
 
-def _adjust(
-    logits_LV: Tensor, inputs: StepInputs, sampling_state: SamplingState, grammar_LW: Tensor | None
-) -> Tensor:
+def _adjust(logits_LV: Tensor, inputs: StepInputs, sampling_state: SamplingState) -> Tensor:
     """Penalties, masks and bias. Rows that only score a target are left as they are."""
     drawn_L1 = (inputs.logit_targets_L < 0).unsqueeze(1)
     slots_L = inputs.logit_slots_L.long()
@@ -145,10 +140,9 @@ def _adjust(
     logits_LV = logits_LV - floats_LF[:, FREQUENCY, None] * counts_LV
     logits_LV = logits_LV - torch.where(counts_LV > 0, floats_LF[:, PRESENCE, None], 0.0)
 
-    if grammar_LW is not None:
-        guided_L1 = drawn_L1 & _flag(inputs, FLAG_GUIDED).unsqueeze(1)
-        allowed_LV = _unpack_bits(grammar_LW, logits_LV.shape[1])
-        logits_LV = torch.where(guided_L1 & ~allowed_LV, -math.inf, logits_LV)
+    guided_L1 = drawn_L1 & _flag(inputs, FLAG_GUIDED).unsqueeze(1)
+    allowed_LV = _unpack_bits(sampling_state.grammar_SW[slots_L], logits_LV.shape[1])
+    logits_LV = torch.where(guided_L1 & ~allowed_LV, -math.inf, logits_LV)
 
     # Bias and stop mask in one scatter: ids may repeat between the two and empty entries add 0 to
     # id 0.
@@ -239,7 +233,7 @@ def init_sampling_state(
 ) -> SamplingState:
     """The state of `num_slots` slots and the dummy, with nothing counted, biased or masked.
 
-    Takes 5 * (num_slots + 1) * vocab bytes and little more.
+    Takes 5.125 * (num_slots + 1) * vocab bytes and little more.
     """
     rows = num_slots + 1
     return SamplingState(
@@ -248,6 +242,7 @@ def init_sampling_state(
         bias_ids_SN=torch.full((rows, max_bias), -1, dtype=torch.int32, device=device),
         bias_values_SN=torch.zeros(rows, max_bias, device=device),
         stop_ids_SM=torch.full((rows, max_stop), -1, dtype=torch.int32, device=device),
+        grammar_SW=torch.zeros(rows, -(-vocab // 32), dtype=torch.int32, device=device),
     )
 
 
@@ -274,7 +269,7 @@ def admit(
         bias_ids, bias_values: [<= N] the same number of distinct ids and their bias.
         stop_ids: [<= M].
     """
-    counts_SV, seen_SV, bias_ids_SN, bias_values_SN, stop_ids_SM = sampling_state
+    counts_SV, seen_SV, bias_ids_SN, bias_values_SN, stop_ids_SM, _ = sampling_state
     num_bias, num_stop = bias_ids_SN.shape[1], stop_ids_SM.shape[1]
     assert 0 <= slot < counts_SV.shape[0] - 1, slot
     assert len(bias_ids) == len(bias_values) <= num_bias, (len(bias_ids), num_bias)
@@ -301,6 +296,24 @@ def admit(
     stop_ids_SM[slot].copy_(stop_ids_M)
     seen_SV[slot].zero_().index_fill_(0, seen.long(), True)
     counts_SV[slot].zero_().index_copy_(0, counted.long(), times)
+
+
+def allow(
+    sampling_state: SamplingState, slots: NDArray[np.int32], masks: NDArray[np.int32]
+) -> None:
+    """Set what may come next in some slots; ordered and copied as `admit` does.
+
+    Args:
+        sampling_state: grammar_SW is mutated at `slots`.
+        slots: [G] distinct, each in [0, S).
+        masks: [G, W], as grammar_SW has them.
+    """
+    grammar_SW = sampling_state.grammar_SW
+    packed = torch.empty(slots.size + masks.size, dtype=torch.int32, pin_memory=grammar_SW.is_cuda)
+    np.concatenate([slots, masks.reshape(-1)], out=packed.numpy())
+    on_device = packed.to(grammar_SW.device, non_blocking=True)
+    rows, words = torch.split(on_device, [slots.size, masks.size])
+    grammar_SW.index_copy_(0, rows.long(), words.view(masks.shape))
 
 
 def _padded(values: NDArray[Any], length: int, fill: float) -> NDArray[Any]:

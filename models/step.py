@@ -1,5 +1,4 @@
-"""step(params, kv_cache, state, sampling_state, grammar, inputs) -> StepOutputs: THE traced
-function.
+"""step(params, kv_cache, state, sampling_state, inputs) -> StepOutputs: THE traced function.
 
 Forward pass and sampling in one graph. Knows nothing of buckets, compilers or devices.
 """
@@ -27,9 +26,7 @@ from models.sampling import sample, sample_hidden
 
 Variant = Literal["plain", "full"]
 
-Step = Callable[
-    [Tree, KVCache, StepState, SamplingState | None, Tensor | None, StepInputs], StepOutputs
-]
+Step = Callable[[Tree, KVCache, StepState, SamplingState | None, StepInputs], StepOutputs]
 
 
 def make_step(
@@ -54,8 +51,8 @@ def make_step(
         kernels: which kernels of ours decode steps use, and the head of the plain variant.
 
     Returns:
-        A function of (params, kv_cache, state, sampling_state, grammar_LW, inputs). It mutates the
-        cache and both states. Where the variant is plain, sampling state and grammar are None.
+        A function of (params, kv_cache, state, sampling_state, inputs). It mutates the cache and
+        both states. Where the variant is plain, the sampling state is None.
     """
     backbone = make_backbone(model, tp, kind, compile_piece, kernels)
 
@@ -65,14 +62,13 @@ def make_step(
         residual_TE: Tensor | None,
         state: StepState,
         sampling_state: SamplingState | None,
-        grammar_LW: Tensor | None,
         inputs: StepInputs,
     ) -> StepOutputs:
         if variant == "plain" and kernels.fused and not tp.group:
             x_LE, head_VE = head_inputs(model, params, x_TE, residual_TE, inputs)
             return sample_hidden(x_LE, head_VE, inputs, state)
         logits_LV = lm_logits(model, tp, params, x_TE, residual_TE, inputs)
-        return sample(variant, logits_LV, inputs, state, sampling_state, grammar_LW, max_logprobs)
+        return sample(variant, logits_LV, inputs, state, sampling_state, max_logprobs)
 
     head.__name__ += f"_{variant}"
     head_piece = compile_piece(head)
@@ -82,11 +78,10 @@ def make_step(
         kv_cache: KVCache,
         state: StepState,
         sampling_state: SamplingState | None,
-        grammar_LW: Tensor | None,
         inputs: StepInputs,
     ) -> StepOutputs:
         x_TE, residual_TE = backbone(params, kv_cache, state, inputs)
-        return head_piece(params, x_TE, residual_TE, state, sampling_state, grammar_LW, inputs)
+        return head_piece(params, x_TE, residual_TE, state, sampling_state, inputs)
 
     step.__name__ += f"_{variant}"
     return step

@@ -27,9 +27,9 @@ MAX_TEST_FILE_LINES = 600
 # Of the three packages together; counted without docstrings and comments, lest they be saved on.
 # 9,000 was the plan; kernels of our own, the compile cache with export and import, and OpenAI's
 # protocol to its corners, compile processes, ranks, mixtures of experts, the trial that sizes the
-# KV pages, the plan of decode attention, the draw, the kernel between two attentions and the LM
-# head that draws on a GPU took the rest.
-MAX_CODE_LINES = 15800
+# KV pages, the plan of decode attention, the draw, the kernel between two attentions, the LM
+# head that draws on a GPU and answers that follow a grammar took the rest.
+MAX_CODE_LINES = 16100
 
 # Importer -> what it may not reach, by any chain of imports of ours. A name stands for the module
 # and all below it.

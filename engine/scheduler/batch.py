@@ -26,7 +26,7 @@ TOP_K, SEED_LO, SEED_HI, FLAGS = range(4)
 NUM_INTS = 4
 FLAG_MASK_STOP = 1  # min_tokens not reached: the slot's stop ids must not be drawn
 FLAG_COUNT = 2  # add the drawn token to the slot's penalty counts
-FLAG_GUIDED = 4  # apply the row of the grammar bitmask
+FLAG_GUIDED = 4  # draw only what the slot's grammar allows
 
 Kind = Literal["decode", "extend"]
 Variant = Literal["plain", "full"]
@@ -51,6 +51,19 @@ class SlotAdmission:
     bias_ids: I32
     bias_values: F32
     stop_ids: I32
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SlotMask:
+    """What a slot may draw in a step.
+
+    Attributes:
+        slot: row of the per-slot tables.
+        words: [ceil(V / 32)]; bit i of word w set: id 32 w + i is allowed.
+    """
+
+    slot: int
+    words: I32
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,6 +97,7 @@ class ScheduledBatch:
         update_slots / update_columns / update_pages: [U] page_table[slot, column] = page, applied
             before the step.
         admissions: sampling state to set before the step.
+        masks: of the slots that draw and have FLAG_GUIDED.
     """
 
     step: int
@@ -107,6 +121,7 @@ class ScheduledBatch:
     update_columns: I32
     update_pages: I32
     admissions: tuple[SlotAdmission, ...] = ()
+    masks: tuple[SlotMask, ...] = ()
 
     @property
     def num_tokens(self) -> int:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from engine.scheduler.batch import I32
 from engine.scheduler.limits import SchedulerLimits
 from engine.scheduler.radix_cache import Match
 from engine.scheduler.request_pages import RequestPages
@@ -72,9 +73,9 @@ class RunningSet:
                 self._draining.append(state)
 
     def add_decode_rows(self, plan: StepPlan) -> None:
-        """Every running request past its prompt has a row, as far as pages go."""
+        """Every running request past its prompt has a row, as far as pages and grammars go."""
         tables = self.tables
-        slots = tables.decode_slots()
+        slots = self._decode_slots()
         positions = tables.computed[slots]
         lacking = positions // self._limits.page_size >= tables.num_pages[slots]
         stuck = [state for state in self.prefilling if self._needs_page(state)]
@@ -83,7 +84,7 @@ class RunningSet:
             needy = [self._at(slot) for slot in slots[lacking].tolist()] + stuck
             granted = np.zeros(self._limits.max_running, np.bool_)
             granted[[state.slot for state in self._make_room(needy)]] = True
-            slots = tables.decode_slots()
+            slots = self._decode_slots()
             positions = tables.computed[slots]
             lacking = positions // self._limits.page_size >= tables.num_pages[slots]
             runs = ~lacking | granted[slots]
@@ -97,6 +98,19 @@ class RunningSet:
             for state in stuck:
                 self.pages.grow(state.slot, 1)
         plan.set_decode_rows(slots, positions)
+
+    def _decode_slots(self) -> I32:
+        """Slots whose next row is a decode row and may be drawn: whoever has a grammar sits out
+        until its last token has come, and what may follow is known.
+        """
+        tables = self.tables
+        slots = tables.decode_slots()
+        waiting = [
+            slot
+            for slot, guide in tables.guides.items()
+            if tables.last_step[slot] > self.processed or not guide.is_ready
+        ]
+        return slots[~np.isin(slots, waiting)] if waiting else slots
 
     def _make_room(self, needy: list[RequestState]) -> list[RequestState]:
         """Preempt the youngest until every one of `needy` (a page each) who is older can have one.

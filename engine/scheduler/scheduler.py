@@ -8,7 +8,7 @@ whoever ends meanwhile keeps slot and pages until no step in flight has a row of
 Two budgets: tokens (and their cost) of one step, pages over a request's life. A request is admitted
 on an estimate of its pages; when pages run out the youngest is preempted and recomputed later. The
 oldest is never preempted and has a row in every step, or in the one after the steps that still hold
-the pages it needs.
+the pages it needs. A request with a grammar has none while its last token is still to come.
 
 Knows nothing of devices, tensors or text.
 """
@@ -28,7 +28,7 @@ from engine.scheduler.limits import SchedulerLimits
 from engine.scheduler.policy import make_queue, seniority
 from engine.scheduler.radix_cache import Match
 from engine.scheduler.running import RunningSet
-from engine.scheduler.slots import Phase, RequestState
+from engine.scheduler.slots import Guide, Phase, RequestState
 from engine.scheduler.step_plan import DRAW, Chunk, StepPlan, build_batch
 
 
@@ -59,10 +59,11 @@ class Scheduler:
 
     # What the engine core calls.
 
-    def add(self, request: EngineRequest) -> RequestFailed | None:
-        """Queue a request, or say why it is refused: 400 when it can never run, 429 when the queue
-        is full.
+    def add(self, request: EngineRequest, guide: Guide | None = None) -> RequestFailed | None:
+        """Queue a request, with the guide of its grammar, or say why it is refused: 400 when it can
+        never run, 429 when the queue is full.
         """
+        assert (guide is not None) == bool(request.grammar), "a grammar needs a guide"
         prompt = np.array(request.prompt_ids, np.int64)
         message = reason_to_refuse(request, prompt, self.limits)
         if request.request_id in self._requests:
@@ -76,6 +77,7 @@ class Scheduler:
             tokens=prompt.astype(np.int32),
             seniority=seniority(self.limits.policy, request.request_id, request.priority),
             arrived=self._clock(),
+            guide=guide,
         )
         self._requests[request.request_id] = state
         self._queue.push(state)

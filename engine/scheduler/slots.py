@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from engine.request import EngineRequest
 from engine.scheduler.batch import (
     FLAG_COUNT,
+    FLAG_GUIDED,
     FLAG_MASK_STOP,
     FLAGS,
     I32,
@@ -45,12 +47,32 @@ class Phase(IntEnum):
     ENDED = 3
 
 
+class Guide(Protocol):
+    """A request's place in the grammar that its answer follows.
+
+    Attributes:
+        error: why it cannot go on, or "".
+    """
+
+    error: str
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `mask` would not wait."""
+
+    def mask(self) -> I32:
+        """What may come next, as SlotMask.words."""
+
+    def advance(self, token_id: int) -> bool:
+        """Go on by a drawn id; whether the grammar is at its end."""
+
+
 def needs_full(request: EngineRequest) -> bool:
     """Whether every step of the request takes the `full` variant."""
     penalised = request.frequency_penalty != 0 or request.presence_penalty != 0
     penalised |= request.repetition_penalty != 1
     scored = request.logprobs >= 0 or request.prompt_logprobs >= 0
-    return bool(request.logit_bias) or penalised or scored
+    return bool(request.logit_bias) or penalised or scored or bool(request.grammar)
 
 
 def may_need_full(request: EngineRequest) -> bool:
@@ -76,6 +98,7 @@ class RequestState:
         announced: its sampling state was sent to the device for this slot.
         tainted: its keys and values are not to be trusted (non-finite logits).
         num_overtaken: younger requests that started before it while it was the oldest waiting.
+        guide: where it is in its grammar.
     """
 
     request: EngineRequest
@@ -92,6 +115,7 @@ class RequestState:
     announced: bool = False
     tainted: bool = False
     num_overtaken: int = 0
+    guide: Guide | None = None
     needs_full: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -133,6 +157,7 @@ class SlotTables:
         limit: length at which the request ends. num_prompt: tokens of the prompt.
         decoding: its next row is a decode row. alive: results are wanted.
         last_step: the last step with a row of it. sequence: number of its admission.
+        guides: slots to guides, of requests with a grammar.
         tokens: int32 [S, max_model_len]: ids of the sequence; placeholders where a step in flight
             draws.
     """
@@ -155,6 +180,7 @@ class SlotTables:
         self.last_step = np.full(size, -1, np.int64)
         self.sequence = np.zeros(size, np.int64)
         self.request_id = np.zeros(size, np.int64)
+        self.guides: dict[int, Guide] = {}
         self.sampling_floats = np.zeros((size, NUM_FLOATS), np.float32)
         self.sampling_ints = np.zeros((size, NUM_INTS), np.int32)
         self.stop_ids = np.full((size, 1), -1, np.int32)
@@ -210,6 +236,8 @@ class SlotTables:
         self.min_tokens[slot] = min(request.min_tokens, request.max_tokens)
         self.last_step[slot], self.sequence[slot] = -1, self._num_started
         self.request_id[slot] = request.request_id
+        if state.guide is not None:
+            self.guides[slot] = state.guide
         self._num_started += 1
         self._fill_sampling(slot, request)
         return slot
@@ -224,6 +252,7 @@ class SlotTables:
         self.alive[slot] = self.needs_full[slot] = False
         self.set_decoding(slot, False)
         self.min_tokens[slot] = self.num_pages[slot] = self.estimated_pages[slot] = 0
+        self.guides.pop(slot, None)
         self._free.append(slot)
 
     def admission(self, state: RequestState) -> SlotAdmission | None:
@@ -277,6 +306,7 @@ class SlotTables:
         top_k = request.top_k if 0 < request.top_k < self.vocab_size else 0
         seed = np.array([request.seed & 0xFFFFFFFFFFFFFFFF], np.uint64).view(np.int32)
         flags = FLAG_COUNT if state.needs_full else 0
+        flags |= FLAG_GUIDED if slot in self.guides else 0
         self.sampling_ints[slot] = (top_k, seed[0], seed[1], flags)
         width = self.stop_ids.shape[1]
         if len(request.stop_ids) > width:

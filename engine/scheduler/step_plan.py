@@ -18,6 +18,7 @@ from engine.scheduler.batch import (
     REPETITION,
     ScheduledBatch,
     SlotAdmission,
+    SlotMask,
 )
 from engine.scheduler.limits import (
     CHUNKS_ALONE,
@@ -181,8 +182,15 @@ def build_batch(plan: StepPlan, tables: SlotTables) -> ScheduledBatch:
         update_columns=_join([part[1] for part in plan.updates]),
         update_pages=_join([part[2] for part in plan.updates]),
         admissions=tuple(plan.admissions),
+        masks=_masks(rows["logit_slots"][~scored], tables),
         **rows,
     )
+
+
+def _masks(slots: I32, tables: SlotTables) -> tuple[SlotMask, ...]:
+    """What the slots that draw may, of those with a grammar."""
+    guided = tables.guides.keys() & set(slots.tolist()) if tables.guides else ()
+    return tuple(SlotMask(slot, tables.guides[slot].mask()) for slot in guided)
 
 
 def _decode_rows(slots: I32, positions: I32) -> dict[str, I32]:

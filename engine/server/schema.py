@@ -49,6 +49,12 @@ class SamplingBody(Body):
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
 
 
 class TemplateBody(Body):
@@ -99,7 +105,6 @@ class DetokenizeBody(Body):
 # Fields that other servers honour and that would be wrong to ignore in silence.
 _UNSUPPORTED = (
     *("suffix", "audio", "web_search_options", "prompt_logprobs", "prompt_embeds"),
-    *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"),
     *("use_beam_search", "bad_words", "allowed_token_ids", "logits_processors", "chat_template"),
     *("include_stop_str_in_output", "truncate_prompt_tokens"),
 )
@@ -116,13 +121,6 @@ def refuse_unsupported(data: Mapping[str, Any]) -> None:
         # 0 asks for something, and {} is a schema: any JSON.
         if not (value is None or value is False or value in ("", [])):
             raise InvalidRequest(f"{name} is not supported by this server", param=name)
-    form = data.get("response_format")
-    kind = form.get("type") if isinstance(form, dict) else form
-    if kind not in (None, "text"):
-        raise InvalidRequest(
-            f"response_format {kind!r} is not supported by this server, only 'text'",
-            param="response_format",
-        )
     if data.get("modalities") not in (None, ["text"]):
         raise InvalidRequest.of("modalities", "only ['text'] is supported")
     forced = data.get("tool_choice"), data.get("function_call")

@@ -110,7 +110,7 @@ def test_gpu_draws_what_the_cpu_draws(vocab: int) -> None:
     ids = []
     for device in ("cpu", "cuda"):
         state, _ = make_state(1, vocab, device)
-        out = sample("plain", logits.to(device), make_inputs(rows, device), state, None, None, 0)
+        out = sample("plain", logits.to(device), make_inputs(rows, device), state, None, 0)
         ids.append(out.packed_LC[:, 0].cpu())
     assert ids[1][5] == -1
     # Rounding decides between scores that are equal up to it: rare.
@@ -126,7 +126,7 @@ def test_draws_follow_the_distribution() -> None:
     inputs = make_inputs([replace(row, seed=i) for i in range(num)], "cuda")
     state, _ = make_state(1, vocab, "cuda")
     big = logits.cuda().expand(num, vocab).contiguous()
-    out = sample("plain", big, inputs, state, None, None, 0)
+    out = sample("plain", big, inputs, state, None, 0)
     assert_distributed(
         out.packed_LC[:, 0].tolist(), reference_probs(logits[0].double().numpy(), row)
     )
@@ -147,7 +147,7 @@ def test_compiled_full_counts_in_place_over_replays() -> None:
     def run(
         logits_LV: Tensor, inputs: StepInputs, state: StepState, slots: SamplingState
     ) -> Tensor:
-        return sample("full", logits_LV, inputs, state, slots, None, 5).packed_LC
+        return sample("full", logits_LV, inputs, state, slots, 5).packed_LC
 
     compiled = torch.compile(run, fullgraph=True, mode="reduce-overhead")
     counted = torch.zeros(num, vocab, dtype=torch.int32)
@@ -176,7 +176,7 @@ def test_what_it_costs(num: int) -> None:
     state, _ = make_state(1, vocab, "cuda")
 
     def plain(logits_LV: Tensor, inputs: StepInputs, state: StepState) -> Tensor:
-        return sample("plain", logits_LV, inputs, state, None, None, 0).packed_LC
+        return sample("plain", logits_LV, inputs, state, None, 0).packed_LC
 
     compiled = torch.compile(plain, fullgraph=True)
     cases = {

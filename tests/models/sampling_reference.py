@@ -164,7 +164,7 @@ def random_logits(rows: int, vocab: int, seed: int = 0, scale: float = 3.0) -> T
 def draw(logits_LV: Tensor, rows: list[Row]) -> list[int]:
     """Ids of the plain variant."""
     state, _ = make_state(1, logits_LV.shape[1])
-    out = sample("plain", logits_LV, make_inputs(rows), state, None, None, 0)
+    out = sample("plain", logits_LV, make_inputs(rows), state, None, 0)
     assert out.packed_LC.dtype == torch.int32
     ids: list[int] = out.packed_LC[:, 0].tolist()
     return ids
@@ -175,11 +175,10 @@ def full(
     rows: list[Row],
     state: StepState,
     sampling_state: SamplingState,
-    grammar_LW: Tensor | None = None,
 ) -> tuple[list[int], Tensor, Tensor, Tensor]:
     """Ids, logprobs [L], top ids and top logprobs [L, K] of the full variant."""
     inputs = make_inputs(rows)
-    out = sample("full", logits_LV, inputs, state, sampling_state, grammar_LW, TOP_LOGPROBS)
+    out = sample("full", logits_LV, inputs, state, sampling_state, TOP_LOGPROBS)
     packed = out.packed_LC
     assert packed.shape == (len(rows), 2 + 2 * TOP_LOGPROBS)
     top = 2 + TOP_LOGPROBS

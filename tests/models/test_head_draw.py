@@ -37,7 +37,7 @@ def test_the_ids_are_those_of_logits() -> None:
     ]
     inputs = make_inputs(rows)
     state, _ = make_state(12, VOCAB)
-    expected = sample("plain", lm_head(x, weight), inputs, state, None, None, 0).packed_LC
+    expected = sample("plain", lm_head(x, weight), inputs, state, None, 0).packed_LC
     ours, _ = make_state(12, VOCAB)
     got = sample_hidden(x, weight, inputs, ours).packed_LC
     assert torch.equal(got, expected)

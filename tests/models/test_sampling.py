@@ -173,7 +173,7 @@ def test_rows_without_a_finite_maximum_are_minus_one_and_alone() -> None:
     logits[4, 0] = math.inf
     logits[5, : vocab - 1] = -math.inf
     state, _ = make_state(6, vocab)
-    out = sample("plain", logits, make_inputs(rows), state, None, None, 0)
+    out = sample("plain", logits, make_inputs(rows), state, None, 0)
     assert out.packed_LC[:, 0].tolist() == [*good, -1, -1, -1, -1, vocab - 1]
     assert state.last_token_S.tolist() == [*good, 0, 0, 0, 0, vocab - 1, 7]
 
@@ -182,7 +182,7 @@ def test_last_tokens_are_written_only_by_rows_that_draw_for_their_slot() -> None
     state, _ = make_state(4, 50)
     logits = random_logits(4, 50)
     rows = [Row(slot=2), Row(slot=0, target=-2), Row(slot=1, target=33), Row(slot=4, target=-2)]
-    out = sample("plain", logits, make_inputs(rows), state, None, None, 0)
+    out = sample("plain", logits, make_inputs(rows), state, None, 0)
     best = logits.argmax(1).tolist()
     assert out.packed_LC[:, 0].tolist() == [best[0], best[1], 33, best[3]]
     assert state.last_token_S[:4].tolist() == [7, 7, best[0], 7]

@@ -10,10 +10,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from torch import Tensor
 
 from models.inputs import SamplingState, StepInputs, StepState
-from models.sampling import FLAG_COUNT, FLAG_GUIDED, FLAG_MASK_STOP, admit, sample
+from models.sampling import FLAG_COUNT, FLAG_GUIDED, FLAG_MASK_STOP, admit, allow, sample
 from tests.models.sampling_reference import (
     TOP_LOGPROBS,
     Row,
@@ -38,7 +39,7 @@ NO_BIAS = np.zeros(0, np.float32)
 
 
 @st.composite
-def full_cases(draw_: st.DrawFn) -> tuple[int, Row, Slot, list[int], set[int] | None]:
+def full_cases(draw_: st.DrawFn) -> tuple[int, Row, Slot, list[int], set[int]]:
     """Vocabulary, settings, slot, output before admission, grammar."""
     vocab = draw_(st.sampled_from([33, 257, 1229, 1280]))
     ids = st.integers(0, vocab - 1)
@@ -55,34 +56,34 @@ def full_cases(draw_: st.DrawFn) -> tuple[int, Row, Slot, list[int], set[int] | 
         presence=draw_(st.floats(-2, 2, width=32)),
         flags=draw_(st.integers(0, 7)),
     )
-    allowed = draw_(st.none() | st.sets(ids, min_size=1, max_size=20))
+    allowed = draw_(st.sets(ids, min_size=1, max_size=20))
     return vocab, row, slot, output, allowed
 
 
-def grammar_words(vocab: int, allowed: set[int]) -> Tensor:
+def grammar_words(vocab: int, allowed: set[int]) -> NDArray[np.int32]:
     words = np.zeros((1, -(-vocab // 32)), np.uint32)
     for token in allowed:
         words[0, token // 32] |= np.uint32(1 << (token % 32))
-    return torch.from_numpy(words.view(np.int32))
+    return words.view(np.int32)
 
 
 @settings(max_examples=60, deadline=None)
 @given(full_cases(), st.integers(0, 1000))
 def test_full_agrees_with_the_reference(
-    case: tuple[int, Row, Slot, list[int], set[int] | None], seed: int
+    case: tuple[int, Row, Slot, list[int], set[int]], seed: int
 ) -> None:
     vocab, row, slot, output, allowed = case
     logits = random_logits(1, vocab, seed)
     state, sampling_state = make_state(2, vocab)
     bias = np.array(list(slot.bias.values()), np.float32)
     admit(sampling_state, 0, i32(*slot.seen), i32(*output), i32(*slot.bias), bias, i32(*slot.stop))
-    grammar = None if allowed is None else grammar_words(vocab, allowed)
+    allow(sampling_state, i32(0), grammar_words(vocab, allowed))
     guided = allowed if row.flags & FLAG_GUIDED else None
     expected = reference_logits(
         logits[0].double().numpy(), row, slot, guided, mask_stop=bool(row.flags & FLAG_MASK_STOP)
     )
     before = sampling_state.counts_SV.clone()
-    ids, logprobs, top_ids, top_logprobs = full(logits, [row], state, sampling_state, grammar)
+    ids, logprobs, top_ids, top_logprobs = full(logits, [row], state, sampling_state)
     if np.isneginf(expected).all():
         assert ids == [-1]
         assert torch.equal(sampling_state.counts_SV, before)
@@ -201,7 +202,6 @@ def test_more_alternatives_than_tokens_are_padded() -> None:
         make_inputs([Row()]),
         state,
         sampling_state,
-        None,
         5,
     )
     assert out.packed_LC[0, 2:5].tolist() == [1, 2, 0]
@@ -212,7 +212,6 @@ def test_more_alternatives_than_tokens_are_padded() -> None:
         make_inputs([Row()]),
         state,
         sampling_state,
-        None,
         0,
     )
     assert none.packed_LC.shape == (1, 2)
@@ -224,17 +223,18 @@ def test_compiled_is_eager() -> None:
     vocab = 1229
 
     def run(
-        logits_LV: Tensor, inputs: StepInputs, state: StepState, slots: SamplingState, bits: Tensor
+        logits_LV: Tensor, inputs: StepInputs, state: StepState, slots: SamplingState
     ) -> Tensor:
-        return sample("full", logits_LV, inputs, state, slots, bits, TOP_LOGPROBS).packed_LC
+        return sample("full", logits_LV, inputs, state, slots, TOP_LOGPROBS).packed_LC
 
     compiled = torch.compile(run, fullgraph=True)
-    bits_V = torch.randint(-(1 << 31), 1 << 31, (9, 39), dtype=torch.int32)
+    masks = np.random.default_rng(0).integers(-(1 << 31), 1 << 31, (9, 39), np.int32)
     states = [make_state(9, vocab), make_state(9, vocab)]
     for _, slots in states:
         for slot in range(9):
             bias = np.array([4.0], np.float32)
             admit(slots, slot, i32(slot, 5), i32(7, 7), i32(11), bias, i32(20))
+        allow(slots, np.arange(9, dtype=np.int32), masks)
     for num in (4, 9):
         rows = [
             Row(
@@ -255,11 +255,10 @@ def test_compiled_is_eager() -> None:
         outs = []
         for function, (state, slots) in zip((run, compiled), states, strict=True):
             inputs = make_inputs(rows)
-            bits = bits_V[:num].clone()
-            for tensor in (logits, bits, *inputs):
+            for tensor in (logits, *inputs):
                 if len(tensor) == num:
                     torch._dynamo.mark_dynamic(tensor, 0)
-            outs.append(function(logits, inputs, state, slots, bits))
+            outs.append(function(logits, inputs, state, slots))
         floats = [out.view(torch.float32) for out in outs]
         ids = slice(0, 1), slice(2, 2 + TOP_LOGPROBS)
         good = [i for i in range(num) if i != 2]

@@ -29,7 +29,7 @@ def fixture_tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, An
 
 @torch.no_grad()
 def run_step(step: Any, harness: Harness, inputs: StepInputs) -> Tensor:
-    outputs = step(harness.params, harness.kv_cache, harness.state, None, None, inputs)
+    outputs = step(harness.params, harness.kv_cache, harness.state, None, inputs)
     packed: Tensor = outputs.packed_LC
     return packed[:, 0]
 

@@ -1,0 +1,83 @@
+"""What an answer must look like -> a grammar of llguidance's, checked.
+
+JSON schemas, regular expressions, choices and Lark grammars alike. Knows nothing of tokens, HTTP or
+how a grammar is followed (engine/grammars.py).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import Any
+
+import msgspec
+
+from engine.errors import InvalidRequest
+from engine.request import StructuredOutputs
+
+# The largest schemas in use have some 100 KB; a server's body limit is far above.
+MAX_CHARACTERS = 1_000_000
+_ANY_OBJECT = {"type": "object"}
+# Of whitespace between two parts of JSON: without a limit, a small model at temperature 0 may add
+# lines until max_tokens.
+_JSON_OPTIONS: Any = {"whitespace_pattern": r"[ \n\t]{0,64}"}
+
+
+def grammar_of(wanted: StructuredOutputs) -> str:
+    """The grammar as EngineRequest carries it.
+
+    Raises:
+        InvalidRequest: none or several of the fields are set, or the grammar is wrong; names the
+            field.
+    """
+    values = msgspec.to_builtins(_typed(wanted))
+    if len(values) != 1:
+        got, allowed = ", ".join(values) or "none", ", ".join(StructuredOutputs.__struct_fields__)
+        raise InvalidRequest.of("structured_outputs", f"got {got}, allowed: one of {allowed}")
+    ((name, value),) = values.items()
+    try:
+        grammar = _grammar(name, value)
+        _check(grammar)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest.of(f"structured_outputs.{name}", str(error).strip()) from None
+    return grammar
+
+
+def _typed(wanted: StructuredOutputs) -> StructuredOutputs:
+    try:
+        return msgspec.convert(msgspec.structs.asdict(wanted), StructuredOutputs)
+    except msgspec.ValidationError as error:
+        name = str(error).rpartition("$.")[2].split("[")[0].strip("`")
+        allowed = StructuredOutputs.__annotations__[name]
+        reason = f"got {getattr(wanted, name)!r:.100}, allowed: {allowed}"
+        raise InvalidRequest.of(f"structured_outputs.{name}", reason) from None
+
+
+def _grammar(name: str, value: Any) -> str:
+    from llguidance import LLMatcher  # 0.1 s, for those who ask
+
+    if name in ("json", "json_object"):
+        schema = _ANY_OBJECT if name == "json_object" else value
+        schema = json.loads(schema) if isinstance(schema, str) else schema
+        if not isinstance(schema, dict):
+            raise ValueError("a JSON schema, which is an object, is expected")
+        return LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=_JSON_OPTIONS)
+    if name == "regex":
+        return LLMatcher.grammar_from_regex(value)
+    if name == "choice":
+        if not value or not all(value):
+            raise ValueError("at least one text is expected, and none that is empty")
+        value = "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in value)
+    return LLMatcher.grammar_from_lark(value)
+
+
+@functools.lru_cache(maxsize=64)  # the same for each prompt of a list
+def _check(grammar: str) -> None:
+    """Raises ValueError with what is wrong."""
+    from llguidance import LLMatcher
+
+    if len(grammar) > MAX_CHARACTERS:
+        raise ValueError(f"got {len(grammar)} characters, allowed: at most {MAX_CHARACTERS}")
+    wrong, messages = LLMatcher.validate_grammar_with_warnings(grammar)
+    if wrong:
+        raise ValueError(messages[0])
