@@ -9,7 +9,7 @@ import numpy as np
 
 from bench.decode_step import decode_batch
 from engine.batch_wire import decode, encode
-from engine.scheduler.batch import SlotAdmission
+from engine.scheduler.batch import SlotAdmission, SlotMask
 
 
 def assert_same(a: Any, b: Any) -> None:
@@ -18,7 +18,7 @@ def assert_same(a: Any, b: Any) -> None:
         if isinstance(one, np.ndarray):
             assert other.dtype == one.dtype and other.flags.writeable, field.name
             np.testing.assert_array_equal(one, other, field.name)
-        elif field.name == "admissions":
+        elif field.name in ("admissions", "masks"):
             for x, y in zip(one, other, strict=True):
                 assert_same(x, y)
         else:
@@ -28,9 +28,11 @@ def assert_same(a: Any, b: Any) -> None:
 def test_round_trip() -> None:
     ids, floats = np.arange(3, dtype=np.int32), np.array([0.5, -np.inf], np.float32)
     admission = SlotAdmission(7, ids, ids[:0], ids[:2], floats, ids[1:])
-    batch = dataclasses.replace(
-        decode_batch(5, 100, 16), variant="full", step=2**40, admissions=(admission,)
-    )
+    parts: dict[str, Any] = {
+        "admissions": (admission,),
+        "masks": (SlotMask(3, ids), SlotMask(0, -ids)),
+    }
+    batch = dataclasses.replace(decode_batch(5, 100, 16), variant="full", step=2**40, **parts)
     assert_same(batch, decode(encode(batch)))
 
 

@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from engine.request import EngineRequest
 from engine.startup import Engine
+from tests.e2e.guides import follows, grammar_of, with_guides
 from tests.e2e.harness import run, running_engine
 from tests.e2e.test_parity import prompts_for
 from tests.e2e.tiny_models import hf_config, save_model
@@ -50,7 +51,7 @@ SPAN = "steps of the engine"
 
 
 def requests(first_id: int, *, scored: bool = False) -> list[EngineRequest]:
-    """Eight of them, of several lengths; `scored` ones need the `full` variant."""
+    """Eight of them, of several lengths; `scored`: in the `full` variant, four with a grammar."""
     return [
         EngineRequest(
             request_id=first_id + i,
@@ -60,6 +61,7 @@ def requests(first_id: int, *, scored: bool = False) -> list[EngineRequest]:
             seed=i,
             logprobs=1 if scored else -1,
             frequency_penalty=0.1 * scored,
+            grammar=grammar_of(7 + i) if scored and i % 2 == 0 else "",
         )
         for i, prompt in enumerate(prompts_for(first_id))
     ]
@@ -68,7 +70,9 @@ def requests(first_id: int, *, scored: bool = False) -> list[EngineRequest]:
 def serve(engine: Engine, first_id: int, *, scored: bool = False) -> tuple[int, int]:
     """Run requests in three waves; the number of decode and of extend steps."""
     before = engine.core.scheduler.stats()
-    run(engine, requests(first_id, scored=scored), waves=3, check=False)
+    answers = run(engine, requests(first_id, scored=scored), waves=3, check=False)
+    for i in range(0, len(answers) if scored else 0, 2):
+        assert len(answers[first_id + i]) == 7 + i and follows(answers[first_id + i])
     after = engine.core.scheduler.stats()
     return after.steps_decode - before.steps_decode, after.steps_extend - before.steps_extend
 
@@ -103,6 +107,7 @@ def calls_of_steps(engine: Engine, first_id: int) -> tuple[int, int, Counter[str
 
 def check_steps(engine: Engine) -> None:
     """No wait but for results, no allocation, one copy in and one out; plans bring their own."""
+    engine = with_guides(engine)
     with no_synchronisation():
         serve(engine, 0)
         serve(engine, 100, scored=True)
@@ -113,7 +118,8 @@ def check_steps(engine: Engine) -> None:
     assert after == memory["allocation.all.allocated"], "a plain step allocated"
     pinned_after = torch.cuda.host_memory_stats()["num_host_alloc"]
     assert pinned_after == pinned["num_host_alloc"], "a plain step took pinned memory"
-    # Requests that need more than plain sampling bring their slot's state in a tensor each.
+    # Requests that need more than plain sampling bring their slot's state in a tensor each, and
+    # those with a grammar what they may draw.
     serve(engine, 300, scored=True)
     assert torch.cuda.memory_stats()["num_device_alloc"] == memory["num_device_alloc"]
     num_decode, num_extend, calls = calls_of_steps(engine, 400)

@@ -10,6 +10,7 @@ import numpy as np
 
 from engine.scheduler.batch import (
     FLAG_COUNT,
+    FLAG_GUIDED,
     FLAG_MASK_STOP,
     FLAGS,
     SEED_LO,
@@ -22,6 +23,7 @@ from engine.scheduler.limits import SchedulerLimits
 
 from .reference import (
     MAX_LOGPROBS,
+    VOCAB,
     Draw,
     empty_hash,
     extend_hash,
@@ -52,6 +54,7 @@ class FakeDevice:
         self.page_table = np.zeros((limits.max_running, limits.pages_per_sequence), np.int32)
         self.last_token = [0] * limits.max_running
         self.sampling = [SlotState() for _ in range(limits.max_running)]
+        self.masks: dict[int, int] = {}
         self.touched: dict[int, set[int]] = {}  # pages of the last step: page -> slots
         self.written: dict[int, int] = {}  # pages written in the last step: page -> slot
 
@@ -62,6 +65,7 @@ class FakeDevice:
         self.page_table[batch.update_slots, batch.update_columns] = batch.update_pages
         for admission in batch.admissions:
             self._admit(admission)
+        self.masks = {mask.slot: int(mask.words[0]) for mask in batch.masks}
         tokens = [
             int(token) if token >= 0 else max(self.last_token[slot], 0)
             for token, slot in zip(batch.token_ids, batch.token_slots, strict=True)
@@ -160,6 +164,7 @@ class FakeDevice:
             logprobs.append(logprob(prefix, token))
             tops.append(top_ids(prefix))
             top_logprobs.append([logprob(prefix, top) for top in top_ids(prefix)])
+        assert not self.masks, "a mask for a slot that draws nothing"
         token_ids = np.array(ids, np.int32)
         if batch.variant == "plain":
             return StepResult(token_ids)
@@ -177,6 +182,10 @@ class FakeDevice:
         if flags & FLAG_MASK_STOP:
             assert batch.variant == "full", "a masked row in the plain variant"
             masked = state.stop_ids
+        if flags & FLAG_GUIDED:
+            assert batch.variant == "full", "a row with a grammar in the plain variant"
+            bits = self.masks.pop(slot)  # of this very step, and for one row
+            masked |= {token for token in range(VOCAB) if not bits >> token & 1}
         bias = state.bias if batch.variant == "full" else ()
         draw = Draw(
             int(ints[SEED_LO]) & 0xFFFF,

@@ -8,9 +8,12 @@ the tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import numpy as np
 
 from engine.request import EngineRequest
+from engine.scheduler.batch import I32
 
 VOCAB = 23
 MAX_LOGPROBS = 4
@@ -65,6 +68,50 @@ def next_token(prefix: int, draw: Draw) -> int:
     return token
 
 
+def allowed_after(grammar: str, output: list[int]) -> frozenset[int]:
+    """Ids that a made-up grammar allows after an answer's first tokens: a few."""
+    value = prefix_hash([ord(letter) for letter in grammar] + output)
+    return frozenset((value >> shift) % VOCAB for shift in (3, 11, 19))
+
+
+def is_over(grammar: str, output: list[int]) -> bool:
+    """Whether the answer ends the grammar."""
+    return (prefix_hash([ord(letter) for letter in grammar] + output) >> 5) % 6 == 0
+
+
+def breaks(grammar: str, output: list[int]) -> bool:
+    """Whether the grammar cannot go on after the answer."""
+    return (prefix_hash([ord(letter) for letter in grammar] + output) >> 9) % 40 == 0
+
+
+@dataclass
+class FakeGuide:
+    """A place in a made-up grammar; now and then not ready when it is first asked."""
+
+    grammar: str
+    output: list[int] = field(default_factory=list)
+    error: str = ""
+    waits: bool = False
+
+    @property
+    def is_ready(self) -> bool:
+        waits, self.waits = self.waits, False
+        return not waits
+
+    def mask(self) -> I32:
+        bits = sum(1 << token for token in allowed_after(self.grammar, self.output))
+        return np.array([bits], np.int32)
+
+    def advance(self, token_id: int) -> bool:
+        assert token_id in allowed_after(self.grammar, self.output), "drawn against the grammar"
+        self.output.append(token_id)
+        if breaks(self.grammar, self.output):
+            self.error = "broken"
+            return False
+        self.waits = len(self.output) % 3 == 0
+        return is_over(self.grammar, self.output)
+
+
 def logprob(prefix: int, token: int) -> float:
     """Exact in float32."""
     return -float((prefix ^ (token * 7919)) % 4096) / 16
@@ -94,7 +141,9 @@ def run_alone(request: EngineRequest) -> Expected:
         return Expected([], "failed" if fails(prefix_hash(tokens)) else "length", -1)
     output: list[int] = []
     while True:
-        masked = request.stop_ids if len(output) < request.min_tokens else []
+        masked = set(request.stop_ids) if len(output) < request.min_tokens else set()
+        if request.grammar:
+            masked |= set(range(VOCAB)) - allowed_after(request.grammar, output)
         draw = Draw(
             request.seed & 0xFFFF, len(tokens), request.temperature < 1e-5,
             tuple(request.logit_bias), frozenset(masked),
@@ -102,9 +151,13 @@ def run_alone(request: EngineRequest) -> Expected:
         token = next_token(prefix_hash(tokens), draw)
         if token < 0:
             return Expected(output, "failed", -1)
+        if request.grammar and breaks(request.grammar, [*output, token]):
+            return Expected(output, "failed", -1)
         tokens.append(token)
         output.append(token)
         if token in request.stop_ids:
             return Expected(output, "stop", token)
+        if request.grammar and is_over(request.grammar, output):
+            return Expected(output, "stop", -1)
         if len(output) >= request.max_tokens:
             return Expected(output, "length", -1)

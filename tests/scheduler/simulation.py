@@ -27,6 +27,7 @@ from engine.scheduler.slots import Phase
 from .device import FakeDevice
 from .reference import (
     VOCAB,
+    FakeGuide,
     extend_hash,
     logprob,
     prefix_hash,
@@ -37,6 +38,8 @@ from .reference import (
 # Steps in a row in which the most senior running request may have no row: it waits for pages that a
 # step in flight still uses.
 MAX_IDLE_STEPS = 2
+# And more, if it has a grammar: for its last token, and for its mask, which FakeGuide has late.
+GUIDED_IDLE_STEPS = 2
 
 
 def make_limits(
@@ -136,7 +139,8 @@ class Simulation:
         self._idle: dict[int, int] = {}
 
     def add(self, request: EngineRequest) -> RequestFailed | None:
-        refused = self.scheduler.add(request)
+        guide = FakeGuide(request.grammar) if request.grammar else None
+        refused = self.scheduler.add(request, guide)
         if refused is None:
             self.requests[request.request_id] = request
             self.records[request.request_id] = Record()
@@ -151,7 +155,8 @@ class Simulation:
             self._check_batch(batch)
             flying = (batch, self.device.run(batch, self._in_flight is not None))
         else:
-            assert self._in_flight or not self.scheduler.has_work, "nothing runs, nothing will"
+            waits = self._in_flight or self.scheduler.tables.guides  # one may not have been ready
+            assert waits or not self.scheduler.has_work, "nothing runs, nothing will"
         self.scheduler.check_integrity()
         self._check_cache()
         self._abort(1)
@@ -328,7 +333,8 @@ class Simulation:
         has_row = batch is not None and oldest.slot in batch.row_slots.tolist()
         done = self.scheduler.tables.length[oldest.slot] >= oldest.limit
         idle = 0 if has_row or done else self._idle.get(oldest.request.request_id, 0) + 1
-        assert idle <= MAX_IDLE_STEPS, "the oldest request starves"
+        most = MAX_IDLE_STEPS + GUIDED_IDLE_STEPS * bool(oldest.request.grammar)
+        assert idle <= most, "the oldest request starves"
         self._idle = {oldest.request.request_id: idle}
 
 

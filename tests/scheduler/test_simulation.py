@@ -61,6 +61,9 @@ def random_request(
     prompt = stem[: rng.randint(1, rng.choice((4, len(stem))))]
     prompt = prompt + [rng.randrange(VOCAB) for _ in range(rng.choice((0, 0, 1, 5)))]
     full = rng.random()
+    min_tokens = rng.choice((1, 4)) if 0.15 < full < 0.3 else 0
+    # Both could leave nothing to draw.
+    grammar = f"grammar {rng.randrange(9)}" if not min_tokens and rng.random() < 0.2 else ""
     return EngineRequest(
         request_id=request_id,
         prompt_ids=prompt,
@@ -70,10 +73,11 @@ def random_request(
         seed=rng.randrange(3),
         presence_penalty=0.5 if full < 0.15 else 0.0,
         logit_bias={rng.randrange(1, VOCAB): 1.5} if 0.1 < full < 0.2 else {},
-        min_tokens=rng.choice((1, 4)) if 0.15 < full < 0.3 else 0,
+        min_tokens=min_tokens,
         logprobs=rng.randrange(4) if 0.25 < full < 0.4 else -1,
         prompt_logprobs=rng.randrange(4) if 0.35 < full < 0.45 else -1,
         priority=rng.randrange(3),
+        grammar=grammar,
     )
 
 
