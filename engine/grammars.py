@@ -1,7 +1,7 @@
 """Grammars that answers follow: which ids may come next, computed beside the steps.
 
     start(grammar) -> a thread reads the vocabulary (once) and the grammar -> a guide
-    draw -> guide.advance(id) -> a thread finds what may follow -> guide.mask()
+    draw -> guide.advance(id) -> threads find what may follow, of all guides -> guide.mask()
 
 llguidance does the work and releases the GIL in it, but for reading the vocabulary (0.3 s for
 50,000 tokens, at the first request that asks). Knows nothing of steps, slots or requests.
@@ -10,22 +10,24 @@ llguidance does the work and releases the GIL in it, but for reading the vocabul
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import numpy as np
 
 from engine.errors import InvalidRequest
+from engine.machine import physical_cores
 from engine.scheduler.batch import I32
 from engine.tokenizer import Tokenizer
 
+_NUM_READERS = 2
 # A mask takes 0.02 to 0.5 ms; one that meets a part of its grammar for the first time up to 10.
-_NUM_THREADS = 4
+_MOST_LOOKERS = 16
 
 
 class Grammars:
-    """Makes guides.
+    """Makes guides, and finds out together what may follow for all that went on.
 
     Args:
         load: reads the model's tokenizer; called once, in a thread.
@@ -35,32 +37,60 @@ class Grammars:
     def __init__(self, load: Callable[[], Tokenizer], vocab_size: int) -> None:
         self._load, self._vocab_size = load, vocab_size
         self._vocabulary: Any = None
+        self._executor: Any = None
         self._lock = threading.Lock()
-        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="grammar")
+        self._readers = ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="grammar")
+        self._looker = ThreadPoolExecutor(1, thread_name_prefix="mask")
+        self._moved: list[TokenGuide] = []
 
     def start(self, grammar: str) -> Future[TokenGuide]:
-        """A guide at the grammar's beginning, that knows what may come first.
+        """A guide at the grammar's beginning.
 
         Raises (the future):
             InvalidRequest: the grammar does not fit the model's tokens.
             ModelError: the model's tokenizer cannot be read.
         """
-        return self._threads.submit(self._begin, grammar)
+        return self._readers.submit(self._begin, grammar)
 
     def close(self) -> None:
         """No guide is made or asked any more."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._readers, self._looker):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     def _begin(self, grammar: str) -> TokenGuide:
-        from llguidance import LLMatcher
+        from llguidance import LLExecutor, LLMatcher
 
         with self._lock:
             if self._vocabulary is None:
+                self._executor = LLExecutor(max(1, min(_MOST_LOOKERS, physical_cores() - 1)))
                 self._vocabulary = _read(self._load(), self._vocab_size)
-        guide = TokenGuide(LLMatcher(self._vocabulary, grammar), self._vocab_size, self._threads)
+        guide = TokenGuide(LLMatcher(self._vocabulary, grammar), self)
+        self._look([guide])
         if guide.error:
             raise InvalidRequest.of("structured_outputs", guide.error)
         return guide
+
+    def moved(self, guide: TokenGuide) -> None:
+        """The guide has gone on: what may follow is to be found out."""
+        self._moved.append(guide)
+
+    def look(self) -> None:
+        """Begin to find it out, for all guides that have gone on."""
+        if self._moved:
+            guides, self._moved = self._moved, []
+            pending = self._looker.submit(self._look, guides)
+            for guide in guides:
+                guide.pending = pending
+
+    def _look(self, guides: Sequence[TokenGuide]) -> None:
+        from llguidance.numpy import fill_next_token_bitmask_par
+
+        masks = np.full((len(guides), -(-self._vocab_size // 32)), -1, np.int32)
+        sound = [(guide.matcher, i) for i, guide in enumerate(guides) if not guide.error]
+        fill_next_token_bitmask_par(self._executor, sound, masks)
+        for guide, mask in zip(guides, masks, strict=True):
+            guide.error = guide.matcher.get_error()  # beyond llguidance's limits, say
+            guide.set_mask(mask)
 
 
 class TokenGuide:
@@ -68,30 +98,31 @@ class TokenGuide:
 
     Args:
         matcher: of llguidance, at its beginning.
-        vocab_size: V.
-        threads: where masks are computed.
+        grammars: finds out what may follow.
     """
 
-    def __init__(self, matcher: Any, vocab_size: int, threads: ThreadPoolExecutor) -> None:
-        self._matcher, self._threads = matcher, threads
-        self._mask = np.zeros((1, -(-vocab_size // 32)), np.int32)
-        self._pending: Future[None] | None = None
+    def __init__(self, matcher: Any, grammars: Grammars) -> None:
+        self.matcher, self._grammars = matcher, grammars
+        self.pending: Future[None] | None = None
         self.error = ""
-        self._look()
+        self._mask = np.zeros(0, np.int32)
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether `mask` would not wait."""
-        return self._pending is None or self._pending.done()
+    def wait(self, seconds: float) -> bool:
+        """Whether `mask` would not wait, after so many seconds at most."""
+        self._grammars.look()
+        if self.pending is None or self.pending.done():
+            return True
+        return bool(wait([self.pending], seconds).done)
 
     def mask(self) -> I32:
-        """What may come next: int32 [ceil(V / 32)], as SlotMask has it; overwritten
-        after the next `advance`.
-        """
-        if self._pending is not None:
-            self._pending.result()
-        (mask,) = self._mask
-        return mask
+        """What may come next: int32 [ceil(V / 32)], as SlotMask has it."""
+        self._grammars.look()
+        if self.pending is not None:
+            self.pending.result()
+        return self._mask
+
+    def set_mask(self, mask: I32) -> None:
+        self._mask = mask if not self.error else np.full_like(mask, -1)
 
     def advance(self, token_id: int) -> bool:
         """Go on by the id that was drawn.
@@ -99,21 +130,12 @@ class TokenGuide:
         Returns:
             Whether the grammar is at its end. False, too, where `error` says what is wrong.
         """
-        if not self.error and not self._matcher.consume_token(token_id):
-            self.error = self._matcher.get_error()
-        if self.error or self._matcher.is_stopped():
+        if not self.error and not self.matcher.consume_token(token_id):
+            self.error = self.matcher.get_error()
+        if self.error or self.matcher.is_stopped():
             return not self.error
-        self._pending = self._threads.submit(self._look)
+        self._grammars.moved(self)
         return False
-
-    def _look(self) -> None:
-        from llguidance.numpy import fill_next_token_bitmask
-
-        if not self._matcher.is_error():
-            fill_next_token_bitmask(self._matcher, self._mask)
-        self.error = self._matcher.get_error()  # beyond llguidance's limits, say
-        if self.error:
-            self._mask.fill(-1)
 
 
 def _read(tokenizer: Tokenizer, vocab_size: int) -> Any:

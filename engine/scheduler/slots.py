@@ -56,9 +56,8 @@ class Guide(Protocol):
 
     error: str
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether `mask` would not wait."""
+    def wait(self, seconds: float) -> bool:
+        """Whether `mask` would not wait, after so many seconds at most."""
 
     def mask(self) -> I32:
         """What may come next, as SlotMask.words."""

@@ -93,8 +93,7 @@ class FakeGuide:
     error: str = ""
     waits: bool = False
 
-    @property
-    def is_ready(self) -> bool:
+    def wait(self, seconds: float) -> bool:
         waits, self.waits = self.waits, False
         return not waits
 
