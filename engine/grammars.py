@@ -28,7 +28,7 @@ class Grammars:
     """Makes guides.
 
     Args:
-        load: reads the model's tokenizer; called once, in a thread.
+        load: reads the model's tokenizer, one of its own; called once, in a thread.
         vocab_size: of the model, V.
     """
 
@@ -57,7 +57,8 @@ class Grammars:
         with self._lock:
             if self._vocabulary is None:
                 self._vocabulary = _read(self._load(), self._vocab_size)
-        guide = TokenGuide(LLMatcher(self._vocabulary, grammar), self._vocab_size, self._threads)
+        matcher = LLMatcher(self._vocabulary, grammar, log_level=0)
+        guide = TokenGuide(matcher, self._vocab_size, self._threads)
         if guide.error:
             raise InvalidRequest.of("structured_outputs", guide.error)
         return guide
@@ -100,7 +101,7 @@ class TokenGuide:
             Whether the grammar is at its end. False, too, where `error` says what is wrong.
         """
         if not self.error and not self._matcher.consume_token(token_id):
-            self.error = self._matcher.get_error()
+            self.error = self._matcher.get_error().partition("\n")[0]
         if self.error or self._matcher.is_stopped():
             return not self.error
         self._pending = self._threads.submit(self._look)
@@ -111,7 +112,8 @@ class TokenGuide:
 
         if not self._matcher.is_error():
             fill_next_token_bitmask(self._matcher, self._mask)
-        self.error = self._matcher.get_error()  # beyond llguidance's limits, say
+        # Beyond llguidance's limits, say; its state and the grammar follow in further lines.
+        self.error = self._matcher.get_error().partition("\n")[0]
         if self.error:
             self._mask.fill(-1)
 
@@ -136,6 +138,8 @@ class _Vocabulary:
         self.special_token_ids = sorted(i for i in tokenizer.special_ids if i < vocab_size)
         self.eos_token_id = eos_id
         self._tokenizer = tokenizer
+        # What a grammar has written out is text, "<eos>" too.
+        tokenizer.backend.encode_special_tokens = True
 
     def __call__(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)

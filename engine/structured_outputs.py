@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import reprlib
 from typing import Any
 
 import msgspec
@@ -30,7 +31,7 @@ def grammar_of(wanted: StructuredOutputs) -> str:
         InvalidRequest: none or several of the fields are set, or the grammar is wrong; names the
             field.
     """
-    values = msgspec.to_builtins(_typed(wanted))
+    values = _typed(wanted)
     if len(values) != 1:
         got, allowed = ", ".join(values) or "none", ", ".join(StructuredOutputs.__struct_fields__)
         raise InvalidRequest.of("structured_outputs", f"got {got}, allowed: one of {allowed}")
@@ -39,17 +40,23 @@ def grammar_of(wanted: StructuredOutputs) -> str:
         grammar = _grammar(name, value)
         _check(grammar)
     except (ValueError, RecursionError) as error:
-        raise InvalidRequest.of(f"structured_outputs.{name}", str(error).strip()) from None
+        # Without the rest of long lines, which repeat the grammar.
+        reason = "\n".join(f"{line:.200}" for line in str(error).strip().splitlines()[:10])
+        raise InvalidRequest.of(f"structured_outputs.{name}", reason) from None
     return grammar
 
 
-def _typed(wanted: StructuredOutputs) -> StructuredOutputs:
+def _typed(wanted: StructuredOutputs) -> Any:
+    """The fields that are set."""
     try:
-        return msgspec.convert(msgspec.structs.asdict(wanted), StructuredOutputs)
+        typed = msgspec.convert(msgspec.structs.asdict(wanted), StructuredOutputs)
+        return msgspec.to_builtins(typed)
+    except (TypeError, RecursionError) as error:  # of what is in a schema
+        raise InvalidRequest.of("structured_outputs.json", str(error)) from None
     except msgspec.ValidationError as error:
         name = str(error).rpartition("$.")[2].split("[")[0].strip("`")
         allowed = StructuredOutputs.__annotations__[name]
-        reason = f"got {getattr(wanted, name)!r:.100}, allowed: {allowed}"
+        reason = f"got {reprlib.repr(getattr(wanted, name))}, allowed: {allowed}"
         raise InvalidRequest.of(f"structured_outputs.{name}", reason) from None
 
 
@@ -67,7 +74,9 @@ def _grammar(name: str, value: Any) -> str:
     if name == "choice":
         if not value or not all(value):
             raise ValueError("at least one text is expected, and none that is empty")
-        value = "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in value)
+        texts = (json.dumps(choice, ensure_ascii=False) for choice in value)
+        # A terminal: a rule may have 2,000 alternatives. Lark's strings cannot hold a DEL.
+        value = "start: CHOICE\nCHOICE: " + " | ".join(texts).replace("\x7f", "\\u007f")
     return LLMatcher.grammar_from_lark(value)
 
 
