@@ -18,6 +18,7 @@ import numpy as np
 
 from engine.errors import InvalidRequest
 from engine.scheduler.batch import I32
+from engine.structured_outputs import with_deep_stack
 from engine.tokenizer import Tokenizer
 
 # A mask takes 0.02 to 0.5 ms; one that meets a part of its grammar for the first time up to 10.
@@ -57,7 +58,7 @@ class Grammars:
         with self._lock:
             if self._vocabulary is None:
                 self._vocabulary = _read(self._load(), self._vocab_size)
-        matcher = LLMatcher(self._vocabulary, grammar, log_level=0)
+        matcher = with_deep_stack(lambda: LLMatcher(self._vocabulary, grammar, log_level=0))
         guide = TokenGuide(matcher, self._vocab_size, self._threads)
         if guide.error:
             raise InvalidRequest.of("structured_outputs", guide.error)

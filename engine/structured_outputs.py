@@ -9,6 +9,9 @@ from __future__ import annotations
 import functools
 import json
 import reprlib
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -18,6 +21,10 @@ from engine.request import StructuredOutputs
 
 # The largest schemas in use have some 100 KB; a server's body limit is far above.
 MAX_CHARACTERS = 1_000_000
+# llguidance goes down chains of rules and $refs by recursion: up to 350 bytes of stack a character,
+# and the usual 8 MiB would end the process. Only what is used is taken from the machine.
+_STACK_BYTES = 512 * 2**20
+_STACK_LOCK = threading.Lock()
 _ANY_OBJECT = {"type": "object"}
 # Of whitespace between two parts of JSON: without a limit, a small model at temperature 0 may add
 # lines until max_tokens.
@@ -87,6 +94,18 @@ def _check(grammar: str) -> None:
 
     if len(grammar) > MAX_CHARACTERS:
         raise ValueError(f"got {len(grammar)} characters, allowed: at most {MAX_CHARACTERS}")
-    wrong, messages = LLMatcher.validate_grammar_with_warnings(grammar)
+    wrong, messages = with_deep_stack(lambda: LLMatcher.validate_grammar_with_warnings(grammar))
     if wrong:
         raise ValueError(messages[0])
+
+
+def with_deep_stack(read: Callable[[], Any]) -> Any:
+    """Read a grammar, in a thread of its own; what follows then needs little stack."""
+    with ThreadPoolExecutor(1) as thread:
+        with _STACK_LOCK:
+            before = threading.stack_size(_STACK_BYTES)
+            try:
+                future = thread.submit(read)
+            finally:
+                threading.stack_size(before)
+        return future.result()

@@ -228,3 +228,13 @@ def test_a_model_without_an_end_is_refused(eos_ids: tuple[int, ...]) -> None:
         requests(outputs(regex="a"), eos_ids)
     assert requests(None, eos_ids)
     assert requests(outputs(regex="a"), (*eos_ids, EOS))
+
+
+@pytest.mark.parametrize("count", [3_000, 12_000])
+def test_long_chains_of_rules_end_no_process(count: int) -> None:
+    """llguidance follows them by recursion, beyond a thread's usual stack."""
+    rules = "".join(f'r{i}: "a" r{i + 1} | "b"\n' for i in range(count))
+    assert grammar_of(outputs(grammar=f'start: r0\n{rules}r{count}: "a"'))
+    chain = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(count)}
+    schema = {"$ref": "#/$defs/d0", "$defs": {**chain, f"d{count}": {"type": "integer"}}}
+    assert grammar_of(outputs(json=schema))
