@@ -213,7 +213,7 @@ def check_params(params: SamplingParams, limits: RequestLimits) -> SamplingParam
 
 def _typed(params: SamplingParams) -> SamplingParams:
     fields = msgspec.structs.asdict(params)
-    with contextlib.suppress(msgspec.ValidationError):
+    with contextlib.suppress(msgspec.ValidationError, RecursionError):
         return msgspec.convert(fields, SamplingParams)
     fields = {k: v.tolist() if hasattr(v, "tolist") else v for k, v in fields.items()}
     try:
@@ -221,7 +221,9 @@ def _typed(params: SamplingParams) -> SamplingParams:
     except msgspec.ValidationError as error:  # "... - at `$.stop[0]`", "... - at `key` in `$.x`"
         name = re.split(r"\W", str(error).rpartition("$.")[2])[0]
         allowed = SamplingParams.__annotations__[name]
-        raise _refused(name, repr(fields[name]), allowed) from None
+        raise _refused(name, reprlib.repr(fields[name]), allowed) from None
+    except RecursionError:  # only a schema can be deep
+        raise InvalidRequest.of("structured_outputs.json", "it is nested too deeply") from None
 
 
 def _check_bias(bias: dict[int, float], limits: RequestLimits) -> None:

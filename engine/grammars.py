@@ -19,6 +19,7 @@ import numpy as np
 from engine.errors import InvalidRequest
 from engine.machine import physical_cores
 from engine.scheduler.batch import I32
+from engine.structured_outputs import with_deep_stack
 from engine.tokenizer import Tokenizer
 
 _NUM_READERS = 2
@@ -30,12 +31,16 @@ class Grammars:
     """Makes guides, and finds out together what may follow for all that went on.
 
     Args:
-        load: reads the model's tokenizer; called once, in a thread.
+        load: reads the model's tokenizer, one of its own; called once, in a thread.
         vocab_size: of the model, V.
+
+    Attributes:
+        num_words: ceil(V / 32), of a mask.
     """
 
     def __init__(self, load: Callable[[], Tokenizer], vocab_size: int) -> None:
         self._load, self._vocab_size = load, vocab_size
+        self.num_words = -(-vocab_size // 32)
         self._vocabulary: Any = None
         self._executor: Any = None
         self._lock = threading.Lock()
@@ -64,7 +69,8 @@ class Grammars:
             if self._vocabulary is None:
                 self._executor = LLExecutor(max(1, min(_MOST_LOOKERS, physical_cores() - 1)))
                 self._vocabulary = _read(self._load(), self._vocab_size)
-        guide = TokenGuide(LLMatcher(self._vocabulary, grammar), self)
+        matcher = with_deep_stack(lambda: LLMatcher(self._vocabulary, grammar, log_level=0))
+        guide = TokenGuide(matcher, self)
         self._look([guide])
         if guide.error:
             raise InvalidRequest.of("structured_outputs", guide.error)
@@ -85,11 +91,15 @@ class Grammars:
     def _look(self, guides: Sequence[TokenGuide]) -> None:
         from llguidance.numpy import fill_next_token_bitmask_par
 
-        masks = np.full((len(guides), -(-self._vocab_size // 32)), -1, np.int32)
+        masks = np.full((len(guides), self.num_words), -1, np.int32)
         sound = [(guide.matcher, i) for i, guide in enumerate(guides) if not guide.error]
-        fill_next_token_bitmask_par(self._executor, sound, masks)
+        try:
+            fill_next_token_bitmask_par(self._executor, sound, masks)
+        except BaseException as error:  # a panic of Rust's is no Exception
+            for guide in guides:
+                guide.fail(f"llguidance failed: {error}")
+            return
         for guide, mask in zip(guides, masks, strict=True):
-            guide.error = guide.matcher.get_error()  # beyond llguidance's limits, say
             guide.set_mask(mask)
 
 
@@ -122,7 +132,17 @@ class TokenGuide:
         return self._mask
 
     def set_mask(self, mask: I32) -> None:
-        self._mask = mask if not self.error else np.full_like(mask, -1)
+        """What may come next, as it was found; with an error of the matcher's, anything: the
+        request ends with what is drawn.
+        """
+        self._mask = mask
+        self.fail(self.matcher.get_error())
+
+    def fail(self, error: str) -> None:
+        """What is wrong, beyond llguidance's limits, say; nothing if it is empty."""
+        if error:
+            self.error = error.partition("\n")[0]  # its state and the grammar follow
+            self._mask = np.full(self._grammars.num_words, -1, np.int32)
 
     def advance(self, token_id: int) -> bool:
         """Go on by the id that was drawn.
@@ -131,7 +151,7 @@ class TokenGuide:
             Whether the grammar is at its end. False, too, where `error` says what is wrong.
         """
         if not self.error and not self.matcher.consume_token(token_id):
-            self.error = self.matcher.get_error()
+            self.fail(self.matcher.get_error())
         if self.error or self.matcher.is_stopped():
             return not self.error
         self._grammars.moved(self)
@@ -158,6 +178,8 @@ class _Vocabulary:
         self.special_token_ids = sorted(i for i in tokenizer.special_ids if i < vocab_size)
         self.eos_token_id = eos_id
         self._tokenizer = tokenizer
+        # What a grammar has written out is text, "<eos>" too.
+        tokenizer.backend.encode_special_tokens = True
 
     def __call__(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)

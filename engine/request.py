@@ -66,8 +66,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         prompt_logprobs: the same for the prompt's tokens (echo with logprobs).
         skip_special_tokens: leave special tokens out of the text.
         priority: lower runs earlier under the `priority` policy.
-        structured_outputs: what the answer must look like; it may still be cut off by max_tokens or
-            a stop string.
+        structured_outputs: what the answer must look like, which min_tokens does not change; it may
+            still be cut off by max_tokens or a stop string.
     """
 
     n: int = 1

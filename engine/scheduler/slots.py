@@ -232,7 +232,8 @@ class SlotTables:
         self.limit[slot], self.num_prompt[slot] = state.limit, state.num_prompt
         self.alive[slot] = True
         self.needs_full[slot] = state.needs_full
-        self.min_tokens[slot] = min(request.min_tokens, request.max_tokens)
+        least = 0 if request.grammar else request.min_tokens  # its end may be all that is allowed
+        self.min_tokens[slot] = min(least, request.max_tokens)
         self.last_step[slot], self.sequence[slot] = -1, self._num_started
         self.request_id[slot] = request.request_id
         if state.guide is not None:

@@ -6,6 +6,7 @@ grammars.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,7 +30,7 @@ def answer_format(request: SamplingBody) -> StructuredOutputs | None:
     wanted = {field: value for field, value in given.items() if value[field[7:]] is not None}
     if request.structured_outputs is not None:
         wanted["structured_outputs"] = request.structured_outputs
-    form = _response_format(request.response_format or {"type": "text"})
+    form = None if request.response_format is None else _response_format(request.response_format)
     if form is not None:
         wanted["response_format"] = form
     if not wanted:
@@ -57,7 +58,7 @@ def _response_format(form: Mapping[str, Any]) -> dict[str, Any] | None:
     if kind == "json_object":
         return {"json_object": True}
     if kind != "json_schema":
-        reason = f"got {kind!r}, allowed: 'text', 'json_object', 'json_schema'"
+        reason = f"got {reprlib.repr(kind)}, allowed: 'text', 'json_object', 'json_schema'"
         raise InvalidRequest.of("response_format.type", reason)
     described = form.get("json_schema")
     schema = described.get("schema") if isinstance(described, Mapping) else None

@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.e2e.cases_structured import STRUCTURED_CASES
 from tests.e2e.live_server import live_server, wait_until_quiet
 from tests.server.case import Case
 from tests.server.cases import CASES
@@ -27,7 +28,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
         yield target
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", [*CASES, *STRUCTURED_CASES], ids=lambda case: case.id)
 def test_case(case: Case, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     if case.config:
         with live_server(tmp_path, case.config) as target:

@@ -140,7 +140,8 @@ def run_alone(request: EngineRequest) -> Expected:
         return Expected([], "failed" if fails(prefix_hash(tokens)) else "length", -1)
     output: list[int] = []
     while True:
-        masked = set(request.stop_ids) if len(output) < request.min_tokens else set()
+        least = 0 if request.grammar else request.min_tokens
+        masked = set(request.stop_ids) if len(output) < least else set()
         if request.grammar:
             masked |= set(range(VOCAB)) - allowed_after(request.grammar, output)
         draw = Draw(

@@ -211,10 +211,7 @@ def test_caps_come_from_the_configuration(
     [
         ("suffix", "x"),
         ("best_of", 2),
-        ("guided_json", {"type": "object"}),
-        ("guided_json", {}),
         ("truncate_prompt_tokens", 0),
-        ("response_format", {"type": "json_object"}),
         ("response_format", "json"),
         ("use_beam_search", True),
         ("prompt_logprobs", 1),
@@ -329,6 +326,7 @@ NAMES = st.sampled_from(
         "seed", "logprobs", "top_logprobs", "stream", "stream_options", "echo", "best_of",
         "stop_token_ids", "tools", "functions", "response_format", "min_tokens", "top_k",
         "chat_template_kwargs", "continue_final_message", "tool_choice", "modalities",
+        "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
     ]
 )  # fmt: skip
 
