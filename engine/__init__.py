@@ -20,7 +20,7 @@ from engine.errors import (
     RequestError,
     Unavailable,
 )
-from engine.request import SamplingParams
+from engine.request import SamplingParams, StructuredOutputs
 
 if TYPE_CHECKING:
     from engine.config import EngineConfig, load_config
@@ -39,6 +39,7 @@ __all__ = [
     "RequestError",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputs",
     "TextDelta",
     "Unavailable",
     "load_config",

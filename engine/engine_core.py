@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from engine.errors import InvalidRequest, ModelError
+from engine.errors import InvalidRequest
 from engine.grammars import Grammars, TokenGuide
 from engine.graph_runner import Pending
 from engine.output_processor import OutputProcessor
@@ -92,7 +92,7 @@ class EngineCore:
             self._told = True
             logger.warning(
                 "requests with penalties, logprobs, logit bias or a grammar wait: what they need "
-                "is still being compiled (`fullgraph warmup` does so beforehand)"
+                "is still being prepared (`fullgraph warmup` compiles it beforehand)"
             )
         return refused
 
@@ -137,7 +137,7 @@ class EngineCore:
     def _hand_over(self, held: _Held) -> RequestFailed | None:
         try:
             guide = held.guide.result() if held.guide is not None else None
-        except (InvalidRequest, ModelError) as error:
+        except BaseException as error:  # a panic of Rust's is no Exception
             status = 400 if isinstance(error, InvalidRequest) else 500
             return RequestFailed(held.request.request_id, str(error), status)
         return self.scheduler.add(held.request, guide)

@@ -9,6 +9,8 @@ llguidance does the work and releases the GIL in it, but for reading the vocabul
 
 from __future__ import annotations
 
+import contextlib
+import queue
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -19,12 +21,18 @@ import numpy as np
 from engine.errors import InvalidRequest
 from engine.machine import physical_cores
 from engine.scheduler.batch import I32
-from engine.structured_outputs import with_deep_stack
+from engine.structured_outputs import in_deep_thread
 from engine.tokenizer import Tokenizer
 
-_NUM_READERS = 2
+_MOST_READERS = 4
 # A mask takes 0.02 to 0.5 ms; one that meets a part of its grammar for the first time up to 10.
 _MOST_LOOKERS = 16
+# What llguidance says, and what its user can do about it.
+_HINTS = {
+    "NoExtension": "no text fits it",
+    "Current row has": "it allows too much in one place (make optional properties required)",
+    "lexer": "a regular expression in it is too large",
+}
 
 
 class Grammars:
@@ -44,7 +52,9 @@ class Grammars:
         self._vocabulary: Any = None
         self._executor: Any = None
         self._lock = threading.Lock()
-        self._readers = ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="grammar")
+        self._to_read: queue.SimpleQueue[tuple[str, Future[TokenGuide]] | None]
+        self._to_read = queue.SimpleQueue()
+        self._num_readers = 0
         self._looker = ThreadPoolExecutor(1, thread_name_prefix="mask")
         self._moved: list[TokenGuide] = []
 
@@ -55,12 +65,29 @@ class Grammars:
             InvalidRequest: the grammar does not fit the model's tokens.
             ModelError: the model's tokenizer cannot be read.
         """
-        return self._readers.submit(self._begin, grammar)
+        future: Future[TokenGuide] = Future()
+        self._to_read.put((grammar, future))
+        if self._num_readers < _MOST_READERS:
+            self._num_readers += 1
+            in_deep_thread(self._read)
+        return future
 
     def close(self) -> None:
         """No guide is made or asked any more."""
-        for threads in (self._readers, self._looker):
-            threads.shutdown(wait=False, cancel_futures=True)
+        with contextlib.suppress(queue.Empty):
+            while (job := self._to_read.get_nowait()) is not None:
+                job[1].cancel()
+        for _ in range(self._num_readers):
+            self._to_read.put(None)
+        self._looker.shutdown(wait=False, cancel_futures=True)
+
+    def _read(self) -> None:
+        while (job := self._to_read.get()) is not None:
+            grammar, future = job
+            try:
+                future.set_result(self._begin(grammar))
+            except BaseException as error:  # a panic of Rust's is no Exception
+                future.set_exception(error)
 
     def _begin(self, grammar: str) -> TokenGuide:
         from llguidance import LLExecutor, LLMatcher
@@ -69,8 +96,7 @@ class Grammars:
             if self._vocabulary is None:
                 self._executor = LLExecutor(max(1, min(_MOST_LOOKERS, physical_cores() - 1)))
                 self._vocabulary = _read(self._load(), self._vocab_size)
-        matcher = with_deep_stack(lambda: LLMatcher(self._vocabulary, grammar, log_level=0))
-        guide = TokenGuide(matcher, self)
+        guide = TokenGuide(LLMatcher(self._vocabulary, grammar, log_level=0), self)
         self._look([guide])
         if guide.error:
             raise InvalidRequest.of("structured_outputs", guide.error)
@@ -141,7 +167,9 @@ class TokenGuide:
     def fail(self, error: str) -> None:
         """What is wrong, beyond llguidance's limits, say; nothing if it is empty."""
         if error:
-            self.error = error.partition("\n")[0]  # its state and the grammar follow
+            error = error.partition("\n")[0]  # its state and the grammar follow
+            hints = (hint for words, hint in _HINTS.items() if words in error)
+            self.error = next((f"{hint} ({error:.200})" for hint in hints), error)
             self._mask = np.full(self._grammars.num_words, -1, np.int32)
 
     def advance(self, token_id: int) -> bool:

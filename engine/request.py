@@ -23,14 +23,17 @@ FINISH_ABORT = "abort"
 class StructuredOutputs(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
 ):
-    """What an answer must look like: exactly one of these. The names are vLLM's.
+    r"""What an answer must look like: exactly one of the first five. The names are vLLM's.
 
     Attributes:
         json: a JSON schema, as an object or as text.
         json_object: any JSON object.
-        regex: a regular expression (of Rust's regex crate) that the whole answer matches.
+        regex: a regular expression (of Rust's regex crate, but \d, \s and \w are ASCII) that the
+            whole answer matches.
         choice: the answer is one of these texts.
         grammar: a context-free grammar in Lark's notation, as llguidance reads it.
+        whitespace_pattern: a regular expression for what may stand between the parts of JSON; by
+            default up to 20 blanks, tabs and line ends.
     """
 
     json: dict[str, Any] | str | None = None
@@ -38,6 +41,7 @@ class StructuredOutputs(
     regex: str | None = None
     choice: tuple[str, ...] | None = None
     grammar: str | None = None
+    whitespace_pattern: str | None = None
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):

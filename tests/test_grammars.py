@@ -320,3 +320,36 @@ def test_longer_tokens_may_cross_parts_of_a_grammar() -> None:
     assert not guide.advance(NUM_KNOWN + 1)
     assert ord("1") + 3 in allowed(guide)
     grammars.close()
+
+
+@pytest.mark.parametrize(
+    ("regex", "first"),
+    [
+        (r"\d", r"\d"),
+        (r"[\d]+", r"\d"),
+        (r"[^\d]x", r"\D"),
+        (r"[\da-c]", r"[\da-c]"),
+        (r"\Dx", r"\D"),
+        (r"\\d", r"\\"),
+        (r"\w?", r"\w"),
+        (r"\s\S", r"\s"),
+        (r"\.d", r"\."),
+    ],
+)
+def test_classes_of_regular_expressions_are_ascii(
+    grammars: Grammars, regex: str, first: str
+) -> None:
+    ids = {i - 3 for i in allowed(start(grammars, regex=regex)) if i >= 3}
+    expected = {code for code in range(128) if re.match(first, chr(code), re.ASCII)}
+    assert {code for code in ids if code < 128} == expected
+    assert (max(ids - {EOS - 3}) >= 128) == (first == r"\D")
+
+
+def test_whitespace_in_json_is_what_was_asked_for(grammars: Grammars) -> None:
+    schema = {"type": "array", "items": {"enum": [1]}, "minItems": 1}
+    none = start(grammars, json=schema, whitespace_pattern="")
+    assert not none.advance(ord("[") + 3)
+    assert allowed(none) == [ord("1") + 3]
+    some = start(grammars, json=schema)
+    assert not some.advance(ord("[") + 3)
+    assert ord(" ") + 3 in allowed(some)

@@ -29,7 +29,7 @@ MAX_TEST_FILE_LINES = 600
 # protocol to its corners, compile processes, ranks, mixtures of experts, the trial that sizes the
 # KV pages, the plan of decode attention, the draw, the kernel between two attentions, the LM
 # head that draws on a GPU and answers that follow a grammar took the rest.
-MAX_CODE_LINES = 16180
+MAX_CODE_LINES = 16250
 
 # Importer -> what it may not reach, by any chain of imports of ours. A name stands for the module
 # and all below it.

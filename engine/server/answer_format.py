@@ -20,8 +20,8 @@ from engine.structured_outputs import grammar_of
 _GUIDED = ("json", "regex", "choice", "grammar")
 
 
-def answer_format(request: SamplingBody) -> StructuredOutputs | None:
-    """What the body asks for, checked; None: any text.
+def answer_format(request: SamplingBody) -> tuple[StructuredOutputs | None, str]:
+    """What the body asks for, checked, and the field that does; None: any text.
 
     Raises:
         InvalidRequest: several fields ask, or one asks for what cannot be; names the field.
@@ -34,11 +34,13 @@ def answer_format(request: SamplingBody) -> StructuredOutputs | None:
     if form is not None:
         wanted["response_format"] = form
     if not wanted:
-        return None
+        return None, ""
     if len(wanted) > 1:
         fields = ", ".join(wanted)
         raise InvalidRequest(f"at most one of {fields} is allowed", param=[*wanted][1])
     ((field, values),) = wanted.items()
+    if request.guided_whitespace_pattern is not None:
+        values = {**values, "whitespace_pattern": request.guided_whitespace_pattern}
     try:
         outputs = msgspec.convert(values, StructuredOutputs)
         grammar_of(outputs)
@@ -48,7 +50,7 @@ def answer_format(request: SamplingBody) -> StructuredOutputs | None:
         if field == "structured_outputs":
             raise
         raise InvalidRequest.of(field, error.message.partition(": ")[2]) from None
-    return outputs
+    return outputs, field
 
 
 def _response_format(form: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -82,6 +82,7 @@ class Job:
         prompts: as many as were given.
         params: the same for all of them.
         return_token_ids: put token ids into the answer.
+        format_field: of the body, which says what the answer must look like, or "".
     """
 
     kind: Literal["completion", "chat"]
@@ -93,6 +94,7 @@ class Job:
     include_usage: bool
     echo: bool
     return_token_ids: bool
+    format_field: str = ""
 
     @property
     def num_choices(self) -> int:
@@ -262,7 +264,7 @@ def chat_prompt(
     )
 
 
-def _answer_options(request: SamplingBody) -> dict[str, bool]:
+def _answer_options(request: SamplingBody) -> dict[str, Any]:
     if request.stream_options is not None and not request.stream:
         raise InvalidRequest("stream_options needs stream = true", param="stream_options")
     include_usage = (request.stream_options or {}).get("include_usage")
@@ -272,6 +274,7 @@ def _answer_options(request: SamplingBody) -> dict[str, bool]:
         "stream": bool(request.stream),
         "include_usage": bool(include_usage),
         "return_token_ids": bool(request.return_token_ids),
+        "format_field": answer_format(request)[1],
     }
 
 
@@ -327,7 +330,7 @@ def _sampling_params(
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         skip_special_tokens=request.skip_special_tokens is not False,
-        structured_outputs=answer_format(request),
+        structured_outputs=answer_format(request)[0],
     )
     if params.top_k >= context.ready.vocab_size:
         return msgspec.structs.replace(params, top_k=0)  # all of the vocabulary

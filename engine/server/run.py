@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from engine.engine_client import EngineClient
+from engine.errors import InvalidRequest
 from engine.metrics import Metrics
 from engine.open_requests import Choice, OpenRequests
 from engine.request import FINISH_ABORT
@@ -92,7 +93,7 @@ class Run:
         index = choice.index
         if choice.error is not None:
             self._end(index, "error")
-            raise choice.error
+            raise self._named(choice.error)
         if index not in self._open:
             return None
         if self._first_token[index] is None and choice.token_ids:
@@ -105,6 +106,12 @@ class Run:
                 self._group.abort(choice)
             self._end(index, delta.finish_reason)
         return delta
+
+    def _named(self, error: Exception) -> Exception:
+        """What the engine found wrong with a grammar, under the field that brought it."""
+        field, words = self.job.format_field, str(error).partition("structured_outputs: ")
+        wrong = field and isinstance(error, InvalidRequest) and words[1] and not words[0]
+        return InvalidRequest.of(field, words[2]) if wrong else error
 
     def _end(self, index: int, reason: str) -> None:
         self._open.discard(index)

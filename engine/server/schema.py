@@ -51,10 +51,11 @@ class SamplingBody(Body):
     return_token_ids: bool | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
-    guided_json: dict[str, Any] | str | None = None
+    guided_json: Any = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
 
 
 class TemplateBody(Body):
