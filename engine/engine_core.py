@@ -129,10 +129,14 @@ class EngineCore:
         whose grammar is still being read.
         """
         ready = self.worker.is_ready("full")
-        released = [held for held in self._held if held.is_ready(ready)]
-        self._held = [held for held in self._held if not held.is_ready(ready)]
-        failures = (self._hand_over(held) for held in released)
-        return [failure for failure in failures if failure is not None]
+        waiting, self._held = self._held, []
+        failures = []
+        for held in waiting:
+            if not held.is_ready(ready):  # asked once: a guide may come at any moment
+                self._held.append(held)
+            elif (failure := self._hand_over(held)) is not None:
+                failures.append(failure)
+        return failures
 
     def _hand_over(self, held: _Held) -> RequestFailed | None:
         try:

@@ -20,21 +20,20 @@ from engine.structured_outputs import grammar_of
 _GUIDED = ("json", "regex", "choice", "grammar")
 
 
-def answer_format(request: SamplingBody) -> tuple[StructuredOutputs | None, str]:
-    """What the body asks for, checked, and the field that does; None: any text.
+def format_field(request: SamplingBody) -> str:
+    """The field that says what the answer must look like, or ""."""
+    return next(iter(_wanted(request)), "")
+
+
+def answer_format(request: SamplingBody) -> StructuredOutputs | None:
+    """What the body asks for, checked; None: any text.
 
     Raises:
         InvalidRequest: several fields ask, or one asks for what cannot be; names the field.
     """
-    given = {f"guided_{name}": {name: getattr(request, f"guided_{name}")} for name in _GUIDED}
-    wanted = {field: value for field, value in given.items() if value[field[7:]] is not None}
-    if request.structured_outputs is not None:
-        wanted["structured_outputs"] = request.structured_outputs
-    form = None if request.response_format is None else _response_format(request.response_format)
-    if form is not None:
-        wanted["response_format"] = form
+    wanted = _wanted(request)
     if not wanted:
-        return None, ""
+        return None
     if len(wanted) > 1:
         fields = ", ".join(wanted)
         raise InvalidRequest(f"at most one of {fields} is allowed", param=[*wanted][1])
@@ -50,7 +49,19 @@ def answer_format(request: SamplingBody) -> tuple[StructuredOutputs | None, str]
         if field == "structured_outputs":
             raise
         raise InvalidRequest.of(field, error.message.partition(": ")[2]) from None
-    return outputs, field
+    return outputs
+
+
+def _wanted(request: SamplingBody) -> dict[str, Any]:
+    """The fields that ask, and what they would set of StructuredOutputs."""
+    given = {f"guided_{name}": {name: getattr(request, f"guided_{name}")} for name in _GUIDED}
+    wanted = {field: value for field, value in given.items() if value[field[7:]] is not None}
+    if request.structured_outputs is not None:
+        wanted["structured_outputs"] = request.structured_outputs
+    form = None if request.response_format is None else _response_format(request.response_format)
+    if form is not None:
+        wanted["response_format"] = form
+    return wanted
 
 
 def _response_format(form: Mapping[str, Any]) -> dict[str, Any] | None:

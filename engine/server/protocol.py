@@ -26,7 +26,7 @@ from engine.config import EngineConfig
 from engine.errors import InvalidRequest, NotFound
 from engine.messages import template_tools
 from engine.request import EngineRequest, Ready, SamplingParams
-from engine.server.answer_format import answer_format
+from engine.server.answer_format import answer_format, format_field
 from engine.server.errors import from_validation
 from engine.server.prompts import Prompt, completion_prompts
 from engine.server.schema import (
@@ -274,7 +274,7 @@ def _answer_options(request: SamplingBody) -> dict[str, Any]:
         "stream": bool(request.stream),
         "include_usage": bool(include_usage),
         "return_token_ids": bool(request.return_token_ids),
-        "format_field": answer_format(request)[1],
+        "format_field": format_field(request),
     }
 
 
@@ -330,7 +330,7 @@ def _sampling_params(
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         skip_special_tokens=request.skip_special_tokens is not False,
-        structured_outputs=answer_format(request)[0],
+        structured_outputs=answer_format(request),
     )
     if params.top_k >= context.ready.vocab_size:
         return msgspec.structs.replace(params, top_k=0)  # all of the vocabulary

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
@@ -14,7 +16,14 @@ from engine.engine_core import EngineCore
 from engine.request import EngineRequest
 from engine.scheduler.scheduler import Scheduler
 from engine.startup import Engine
-from tests.e2e.guides import allowed_at, follows, grammar_of, with_guides
+from tests.e2e.guides import (
+    CountingGrammars,
+    CountingGuide,
+    allowed_at,
+    follows,
+    grammar_of,
+    with_guides,
+)
 from tests.e2e.harness import run, running_engine
 from tests.e2e.test_parity import prompts_for
 from tests.e2e.tiny_models import hf_config, save_model
@@ -101,3 +110,23 @@ def test_a_row_that_sits_out_does_not_hold_up_others(served: Any) -> None:
     run(engine, both, watch=watch)
     gaps = [{b - a for a, b in zip(s, s[1:], strict=False)} for s in steps.values()]
     assert gaps == [{2}, {1}]
+
+
+def test_a_guide_that_comes_at_any_moment_loses_no_request(served: Any) -> None:
+    """It may come between two looks at who waits for one."""
+
+    class Late(Future[CountingGuide]):
+        """There at every second look."""
+
+        looks = 0
+
+        def done(self) -> bool:
+            self.looks += 1
+            return self.looks % 2 == 0
+
+    engine = with_limits(served[1], overlap=True)
+    guide = Late()
+    guide.set_result(CountingGuide(3))
+    with mock.patch.object(CountingGrammars, "start", lambda self, grammar: guide):
+        answers = run(engine, [EngineRequest(0, [5], 9, grammar=grammar_of(3))])
+    assert len(answers[0]) == 3
