@@ -115,7 +115,7 @@ def build_requests(
         raise _refused("stop_token_ids", len(stop_ids), f"at most {limits.max_stop_ids} in all")
     seed = _SEEDS.getrandbits(_SEED_BITS) if params.seed is None else params.seed
     greedy = params.temperature < GREEDY_BELOW
-    grammar = "" if params.structured_outputs is None else grammar_of(params.structured_outputs)
+    grammar = grammar_of(params.structured_outputs) if params.structured_outputs else ""
     if grammar and not any(token_id < limits.vocab_size for token_id in eos_ids):
         reason = "the model has no tokenizer with an end-of-sequence token, which ends an answer"
         raise InvalidRequest.of("structured_outputs", reason)

@@ -35,6 +35,9 @@ _HINTS = {
 }
 
 
+_Job = tuple[str, "Future[TokenGuide]"]
+
+
 class Grammars:
     """Makes guides, and finds out together what may follow for all that went on.
 
@@ -52,8 +55,7 @@ class Grammars:
         self._vocabulary: Any = None
         self._executor: Any = None
         self._lock = threading.Lock()
-        self._to_read: queue.SimpleQueue[tuple[str, Future[TokenGuide]] | None]
-        self._to_read = queue.SimpleQueue()
+        self._to_read: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._num_readers = 0
         self._looker = ThreadPoolExecutor(1, thread_name_prefix="mask")
         self._moved: list[TokenGuide] = []

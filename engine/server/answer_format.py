@@ -35,8 +35,7 @@ def answer_format(request: SamplingBody) -> StructuredOutputs | None:
     if not wanted:
         return None
     if len(wanted) > 1:
-        fields = ", ".join(wanted)
-        raise InvalidRequest(f"at most one of {fields} is allowed", param=[*wanted][1])
+        raise InvalidRequest.of([*wanted][1], f"at most one of {', '.join(wanted)} is allowed")
     ((field, values),) = wanted.items()
     if request.guided_whitespace_pattern is not None:
         values = {**values, "whitespace_pattern": request.guided_whitespace_pattern}

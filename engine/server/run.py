@@ -109,9 +109,8 @@ class Run:
 
     def _named(self, error: Exception) -> Exception:
         """What the engine found wrong with a grammar, under the field that brought it."""
-        field, words = self.job.format_field, str(error).partition("structured_outputs: ")
-        wrong = field and isinstance(error, InvalidRequest) and words[1] and not words[0]
-        return InvalidRequest.of(field, words[2]) if wrong else error
+        field, reason = self.job.format_field, str(error).removeprefix("structured_outputs: ")
+        return InvalidRequest.of(field, reason) if field and reason != str(error) else error
 
     def _end(self, index: int, reason: str) -> None:
         self._open.discard(index)
