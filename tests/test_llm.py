@@ -54,6 +54,8 @@ def test_prompts_come_in_any_collection() -> None:
 def test_ctrl_c_within_a_step_ends_the_call_and_nothing_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # A shell's background job starts with SIGINT ignored, and Python leaves it so.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
     with LLM(TINY, ["log.progress=none"]) as llm:
         (expected,) = llm.generate([5, 6, 7], params, progress=False)
